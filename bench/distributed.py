@@ -54,7 +54,7 @@ LONG = tuple(
 ON_CPU = tuple(square(f"tiny {'causal' if causal else 'full'} 256", 1, 2, 256, 32, causal) for causal in (False, True))
 
 ONE, ONE_BF16 = "fp8attn, one GPU", "bf16, one GPU"
-AUTO = "fp8attn"
+AUTO = "fp8attn auto"
 RING, ULYSSES, ALL_GATHER = "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather"
 MESH = "fp8attn 2-D"
 RING_BF16, ULYSSES_BF16 = "bf16 ring", "bf16 Ulysses"
@@ -65,7 +65,7 @@ OF_ONE = (ONE, ONE_BF16)
 OWN: dict[str, context_parallel.Mode] = {AUTO: "auto", RING: "ring", ULYSSES: "ulysses", MESH: "ring", ALL_GATHER: "all_gather"}
 """Rows of `context_parallel_sdpa` and their modes; MESH's is the outer one."""
 
-LEAD_IN_US, TURN_US = 150e3, 350e3
+LEAD_IN_US, TURN_US = 300e3, 350e3
 """A sample is the mean of calls back to back that take TURN_US, behind such calls that take LEAD_IN_US. So a row's time
 doesn't depend on how many of its calls fit between two pauses: for 0.1 s behind a pause, a power-capped card's clock is
 5 to 15 % lower. All timed calls are launched while the GPU works, as a model's are."""
@@ -332,6 +332,7 @@ class Result:
     Attributes:
         ranks: number of ranks.
         us: the median over rounds of the slowest rank's time; of one GPU, of the slowest GPU's.
+        spread: by how much the longest round exceeds the shortest, over the shortest.
         idle_us: the same of a call that begins when the GPUs are idle, so that they wait for the host.
         sent: bytes that a rank sends in a call.
         attention_us: of the ring without its transfers.
@@ -344,6 +345,7 @@ class Result:
     row: str
     ranks: int
     us: float | None = None
+    spread: float | None = None
     idle_us: float | None = None
     sent: int | None = None
     attention_us: float | None = None
@@ -464,7 +466,8 @@ def measured(case: Case, rows: Sequence[str], rounds: int, group: dist.ProcessGr
             continue
         attention, transfer = (statistics.median(samples[name]) if row == RING else None for name in ("attention", "transfer"))
         count, us, idle_us = 1 if row in OF_ONE else ranks, statistics.median(samples[row]), statistics.median(idle[row])
-        found.append(Result(case, row, count, us, idle_us, sent.get(row), attention, transfer, errors.get(row)))
+        spread = max(samples[row]) / min(samples[row]) - 1
+        found.append(Result(case, row, count, us, spread, idle_us, sent.get(row), attention, transfer, errors.get(row)))
     return found
 
 
@@ -594,19 +597,21 @@ def table(results: Sequence[Result]) -> Sheet:
     """A row for each row of a case."""
     case, by = results[0].case, {result.row: result for result in results}
     ranks = max(result.ranks for result in results)
-    headers = ("µs", "× one GPU", "× bf16 ring", "µs, idle before", "MB sent", "overlap", "relative L2")
+    headers = ("µs", "spread", "× one GPU", "× bf16 ring", "µs, idle before", "MB sent", "overlap", "relative L2")
     made = report.table_of(
         f"{case.name}, {ranks} ranks", ("row",), headers,
-        "Medians of the slowest rank. × one GPU: the time of fp8attn on one GPU over this one. × bf16 ring: its time over this one."
+        "Medians of the slowest rank. Spread: by how much the longest round exceeds the shortest. × one GPU: the time of fp8attn on one GPU over"
+        " this one. × bf16 ring: its time over this one."
         " Idle before: a call that begins when the GPUs are idle. MB sent: by one rank in a call. overlap: the share of the ring's transfers that"
         " attention hides.",
         optional=("overlap",),
     )  # fmt: skip
     one, ring = (by[row].us if row in by else None for row in (ONE, RING_BF16))
     for result in results:
+        megabytes = None if result.sent is None else result.sent / 1e6
         made.add_row(
-            result.row, report.us_of(result.us), _over(one, result.us), _over(ring, result.us), report.us_of(result.idle_us),
-            report.number_of(None if result.sent is None else result.sent / 1e6, ".2f"), report.number_of(result.overlap, ".0%"),
+            result.row, report.us_of(result.us), report.number_of(result.spread, ".1%"), _over(one, result.us), _over(ring, result.us),
+            report.us_of(result.idle_us), report.number_of(megabytes, ".2f"), report.number_of(result.overlap, ".0%"),
             report.number_of(result.relative_l2, ".4f"),
         )  # fmt: skip
     return made

@@ -365,8 +365,8 @@ def distributed() -> str:
     records = _lines("distributed")
     rows = []
     for (case, ranks), by in _by_ranks(records).items():
-        one, auto, ring, bf16 = by["fp8attn, one GPU"], by["fp8attn"], by["fp8attn ring"], by["bf16 ring"]
-        names = ("fp8attn, one GPU", "fp8attn", "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather", "bf16 ring")
+        one, auto, ring, bf16 = by["fp8attn, one GPU"], by["fp8attn auto"], by["fp8attn ring"], by["bf16 ring"]
+        names = ("fp8attn, one GPU", "fp8attn auto", "fp8attn ring", "fp8attn Ulysses", "fp8attn all-gather", "bf16 ring")
         times = [number_of(None if by[name]["us"] is None else by[name]["us"] / 1e3, ".1f") for name in names]
         ratios = [f"{x['us'] / y['us']:.2f}" for x, y in ((one, auto), (bf16, auto), (one, ring), (bf16, ring))]
         others = [f"{auto['idle_us'] / 1e3:.1f}", f"{ring['overlap']:.0%}", f"{auto['sent'] / bf16['sent']:.0%}"]

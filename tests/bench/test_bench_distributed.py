@@ -35,7 +35,7 @@ def test_records_are_flat() -> None:
     record = result(RING, 110.0, sent=1000, attention_us=100.0, transfer_us=40.0, relative_l2=0.05).record()
     assert json.loads(json.dumps(record)) == CASE.record() | {
         "backend": RING, "ranks": 2, "us": 110.0, "sent": 1000, "attention_us": 100.0, "transfer_us": 40.0, "relative_l2": 0.05,
-        "refused": None, "idle_us": None, "overlap": pytest.approx(0.75),
+        "refused": None, "spread": None, "idle_us": None, "overlap": pytest.approx(0.75),
     }  # fmt: skip
 
 
@@ -72,12 +72,12 @@ def test_the_simulation_is_bound_by_attention_or_by_the_link() -> None:
 def test_the_tables() -> None:
     results = [
         result(ONE, 200.0, sent=0, relative_l2=0.05),
-        result(RING, 110.0, idle_us=130.0, sent=1_000_000, attention_us=100.0, transfer_us=40.0, relative_l2=0.05),
+        result(RING, 110.0, spread=0.012, idle_us=130.0, sent=1_000_000, attention_us=100.0, transfer_us=40.0, relative_l2=0.05),
         result(ULYSSES, None, refused="4 heads aren't a multiple of 3 ranks"), result(ONE_BF16, 300.0), result(RING_BF16, 220.0, sent=2_000_000),
     ]  # fmt: skip
     cells = [list(column.cells) for column in distributed.table(results).columns]
-    assert [column[1] for column in cells] == [RING, "110.0", "1.82", "2.00", "130.0", "1.00", "75%", "0.0500"]
-    assert [column[2] for column in cells] == [ULYSSES, "–", "–", "–", "–", "–", "–", "–"]
+    assert [column[1] for column in cells] == [RING, "110.0", "1.2%", "1.82", "2.00", "130.0", "1.00", "75%", "0.0500"]
+    assert [column[2] for column in cells] == [ULYSSES, *["–"] * 8]
     made = distributed.simulation(results, 50e9)
     assert made is not None and made.row_count == len(distributed.SIMULATED)
     assert distributed.simulation([results[0]], 50e9) is None
