@@ -253,7 +253,8 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
 }
 
 // The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
-// tensor that `quantize` was given, and `cluster` CTAs quantize each head. A free CTA takes the next tile from `counter`.
+// tensor that `quantize` was given, and `cluster` CTAs quantize each head. A free CTA takes the next tile from
+// `counter`.
 void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
@@ -317,6 +318,19 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
   p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
   const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k)) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
+  launch(launcher, p, ctas, k.get_device());
+}
+
+// Quantizes packed K and V, (1, H, T, D), each sequence as if it were alone.
+void quantize_packed(int64_t launcher, int64_t ctas, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens, const std::optional<Tensor>& seqused,
+                     const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
+  fp8attn::QuantizeParams p = params_of_values(v);
+  write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
+  p.cu_seqlens = cu_seqlens.const_data_ptr<int>();
+  p.seqused = address_of<int>(seqused);
+  p.sequences = cu_seqlens.size(0) - 1;
+  const Tensor stats = room_of(stats_bytes, k);
+  p.chunk_stats = stats.mutable_data_ptr();
   launch(launcher, p, ctas, k.get_device());
 }
 
@@ -637,6 +651,9 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
+  define(
+      "quantize_packed(int launcher, int ctas, int stats_bytes, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seqused, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean,"
+      " Tensor(d!) v_data, Tensor(e!) v_scale, Tensor(f!) v_mean) -> ()");
   define("measure_part(int launcher, int ctas, Tensor v, Tensor(a!) sums, Tensor(b!) extremes, Tensor(c!) chunk_stats) -> ()");
   define(
       "write_part(int launcher, int ctas, Tensor k, Tensor v, Tensor chunk_stats, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor k_mean, Tensor(c!) v_data, Tensor v_scale,"
@@ -668,6 +685,7 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
   m.impl("quantize", TORCH_BOX(&quantize));
+  m.impl("quantize_packed", TORCH_BOX(&quantize_packed));
   m.impl("measure_part", TORCH_BOX(&measure_part));
   m.impl("write_part", TORCH_BOX(&write_part));
   m.impl("quantize_general", TORCH_BOX(&quantize_general));

@@ -1,7 +1,7 @@
 """Calls from bfloat16 or float16 in two launches: the quantizer of K and V, and attention that quantizes Q.
 
-Attention may begin with heads whose keys and values are ready while others are still being quantized. A CTA that is free
-takes the next tile, so that CTAs which begin later take fewer.
+Attention may begin with heads whose keys and values are ready while others are still being quantized. A CTA that is
+free takes the next tile, so that CTAs which begin later take fewer.
 """
 
 from __future__ import annotations

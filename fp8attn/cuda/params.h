@@ -135,6 +135,12 @@ struct QuantizeParams {
   void* chunk_stats;
   float *v_sums, *v_extremes;  // of `measure`: (B, H, token chunks, D) and (B, H, token chunks, 2, D), of finite elements
   QuantizeStep step;
+
+  // Packed instances. One batch of `length` tokens is made of sequences, (N) of them, as in recipe.Packed. Their means
+  // and scales of V are (N, H, D), and K's scales (H, pages). chunk_stats has a place for every token chunk and head,
+  // (places, H, slices), some of which stay empty (layout.first_unit).
+  const int *cu_seqlens, *seqused;  // (N + 1), and (N) or null
+  int sequences;
 };
 
 // Parameters of the kernels that quantize any Q, K and V. Either `q` or `k` and `v` may be null, with their outputs.

@@ -15,9 +15,9 @@ import torch
 from .. import quantization as quantize_ref
 from ..call import HALVES, unsupported_tma
 from ..device import Device
-from ..layout import padded_length
+from ..layout import padded_length, units_of
 from ..quantization import LANES, TOKEN_CHUNK
-from ..recipe import E4M3, FUSED_RECIPES, SCALE_BLOCK, ProductType, Quantized, Recipe
+from ..recipe import E4M3, FUSED_RECIPES, SCALE_BLOCK, Packed, ProductType, Quantized, Recipe
 from ..rotation import part_of
 from ..schedule import unsupported_size
 from .configs import round_up, unsupported_arch, unsupported_shared_memory
@@ -51,10 +51,12 @@ class QuantizeConfig:
         token_chunks: largest number of chunks of TOKEN_CHUNK tokens that a cluster holds; a power of two. 1: heads may
             have any number, and each chunk has a cluster.
         ctas: CTAs per SM that registers must leave room for, at least.
+        packed: for packed sequences of any lengths.
     """
 
     token_chunks: int
     ctas: int
+    packed: bool = False
 
     @property
     def threads(self) -> int:
@@ -81,14 +83,16 @@ class QuantizeConfig:
 
     @property
     def name(self) -> str:
-        return "quantize_" + "_".join(str(x) for x in astuple(self))
+        return "quantize_" + "_".join(str(int(x)) for x in astuple(self))
 
 
 OF_CLUSTERS = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
 OF_LONG = QuantizeConfig(1, 3)
 """For heads that are longer than a cluster can hold."""
 
-INSTANCES = (*OF_CLUSTERS, OF_LONG)
+OF_PACKED = QuantizeConfig(1, 3, packed=True)
+
+INSTANCES = (*OF_CLUSTERS, OF_LONG, OF_PACKED)
 """The compiled instances, each for e4m3 and int8."""
 
 
@@ -107,6 +111,11 @@ def ctas_of(k: torch.Tensor) -> int:
     return token_chunks_of(k) * slices_of(k)
 
 
+def ctas_of_packed(k: torch.Tensor, packed: Packed) -> int:
+    """Number of CTAs for packed keys (1, H, T, D): one for each slice of each head of each place of a token chunk."""
+    return units_of(packed, TOKEN_CHUNK) * k.shape[1] * slices_of(k)
+
+
 def choose(k: torch.Tensor) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
     chunks = token_chunks_of(k)
@@ -120,8 +129,8 @@ def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
     return unsupported_arch(device) or unsupported_shared_memory(config.shared_bytes, device)
 
 
-def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
-    """The reason why this quantizer doesn't support keys and values (B, H, S, D), or None if it does."""
+def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device, packed: bool = False) -> str | None:
+    """The reason why this quantizer doesn't support keys and values (B, H, S, D), packed or not, or None if it does."""
     wanted = FUSED_RECIPES[recipe.qk]
     for name in () if recipe is wanted else ("k", "v", "smooth_k", "smooth_v", "rotate"):
         if getattr(recipe, name) != getattr(wanted, name):
@@ -139,7 +148,7 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
         reason = unsupported_size(name, x) or unsupported_tma(x, name)
         if reason is not None:
             return reason
-    return unsupported_config(choose(k), device)
+    return unsupported_config(OF_PACKED if packed else choose(k), device)
 
 
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:

@@ -27,6 +27,19 @@ __device__ void write_moments(const QuantizeParams& p, const ClusterCoord& coord
   p.v_extremes[(2 * chunk + 1) * p.head_dim + of_head] = high;
 }
 
+// Coordinates of a CTA: heads, their token chunks, their slices. Of packed sequences: places, heads, slices. So CTAs
+// that run at the same time read all heads of the same tokens, which lie side by side.
+template <QuantizeConfig C>
+__device__ ClusterCoord coord_of(const QuantizeParams& p, int cta) {
+  if constexpr (!C.packed) {
+    return ClusterCoord(p, cta, false);
+  } else {
+    ptx::wait_for_grids_before();  // one of which may write lengths
+    const int slices = p.head_dim / CHANNELS, row = cta / slices;
+    return ClusterCoord::of_place(p, row / p.heads, row % p.heads, cta % slices);
+  }
+}
+
 // The grid has a CTA for every slice of every token chunk, the last heads first. K's mean, not rotated yet, goes to
 // p.k_mean.
 template <class Instance, typename T>
@@ -34,7 +47,8 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) measure_kv(con
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord(p, gridDim.x - 1 - blockIdx.x, false);
+  const ClusterCoord coord = coord_of<C>(p, gridDim.x - 1 - blockIdx.x);
+  if (C.packed && !coord.exists()) return;
   const Mine mine;
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   __syncthreads();
@@ -58,33 +72,55 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) measure_kv(con
     p.k_mean[coord.channel() + 2 * first + threadIdx.x - 64] = shared.own.key_mean[threadIdx.x - 64];
 }
 
-// The grid has a CTA for every slice of every head.
-template <typename T>
+constexpr int AT_ONCE = 8;  // token chunks whose statistics a thread of `finish_kv` waits for at the same time
+static_assert(LANES % AT_ONCE == 0);
+
+// The grid has a CTA for every slice of every head, of packed sequences of every head of each.
+template <bool PACKED, typename T>
 __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant__ QuantizeParams p) {
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK, channel = threadIdx.x;
-  const int64_t first = int64_t(blockIdx.x) * CHANNELS;  // of the slice's channels, among those of all heads
+  const int slices = p.head_dim / CHANNELS, pair = blockIdx.x / slices, channel = threadIdx.x;
+  const ClusterCoord coord = [&] {
+    if constexpr (PACKED)
+      return ClusterCoord(p, pair / p.heads, pair % p.heads, blockIdx.x % slices);
+    else
+      return ClusterCoord(p, pair * ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK) * slices + blockIdx.x % slices, false);
+  }();
+  const int token_chunks = coord.token_chunks;
+  const int64_t first = coord.channel();
   if (channel >= CHANNELS) {
     float4* means = reinterpret_cast<float4*>(p.k_mean + first);
-    const float4 mean = removable(rotated(means[threadIdx.x % (CHANNELS / 4)]));
+    const float4 mean = !PACKED || coord.exists() ? removable(rotated(means[threadIdx.x % (CHANNELS / 4)])) : float4{};
     __syncwarp();  // all lanes have read `means`
     if (channel - CHANNELS < CHANNELS / 4) means[channel - CHANNELS] = mean;
     return;
   }
-  const ChunkStats* stats = static_cast<const ChunkStats*>(p.chunk_stats) + int64_t(blockIdx.x / slices) * token_chunks * slices + blockIdx.x % slices;
+  const ChunkStats* stats = &coord.stats_of(p, 0, coord.slice);
+  const int64_t apart = PACKED ? p.heads * slices : slices;
   float sum[LANES] = {}, low = INFINITE, high = -INFINITE;
 #pragma unroll 1
   for (int i = 0; i < token_chunks; i += LANES) {
 #pragma unroll
-    for (int lane = 0; lane < LANES; ++lane) {
-      if (i + lane >= token_chunks) continue;
-      const Moments& more = stats[int64_t(i + lane) * slices].moments;
-      sum[lane] += more.sum[channel];
-      join_extremes<T>(low, high, more, channel);
+    for (int group = 0; group < LANES; group += AT_ONCE) {
+      if (i + group >= token_chunks) break;
+      float sums[AT_ONCE];
+      uint32_t lows[AT_ONCE], highs[AT_ONCE];
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {  // of a token chunk that doesn't exist, the first one's extremes, and no sum
+        const int chunk = i + group + j;
+        const Moments& more = stats[(chunk < token_chunks ? chunk : 0) * apart].moments;
+        sums[j] = chunk < token_chunks ? more.sum[channel] : 0.0f;
+        lows[j] = more.low[channel / 2], highs[j] = more.high[channel / 2];
+      }
+#pragma unroll
+      for (int j = 0; j < AT_ONCE; ++j) {
+        sum[group + j] += sums[j];
+        join_extremes<T>(low, high, lows[j], highs[j], channel);
+      }
     }
   }
-  const float2 found = mean_and_scale(p, sum, low, high);
+  const float2 found = mean_and_scale(coord.inverse_length(p), sum, low, high);
   p.v_mean[first + channel] = found.x;
   p.v_scale[first + channel] = found.y;
 }
@@ -95,7 +131,8 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord(p, blockIdx.x, false);
+  const ClusterCoord coord = coord_of<C>(p, blockIdx.x);
+  if (C.packed && !coord.exists()) return;  // nor do the other CTAs of the cluster go on
   const Mine mine;
   if (threadIdx.x == 0) {
     expect(coord, &shared.largest_full, bytes_of_largest<INT8>(shared, coord));
@@ -129,16 +166,17 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
   write_keys_of_token_chunk<INT8, C, T>(p, shared, coord, slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]);
 }
 
-// `ctas`: one for every slice of every token chunk.
+// `ctas`: one for every slice of every token chunk, of packed sequences of every place and head.
 template <class Instance, typename T>
 cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
-  const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+  constexpr bool packed = Instance::config.packed;
+  const int slices = p.head_dim / CHANNELS, of_heads = packed ? p.sequences * p.heads * slices : ctas / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK);
   const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
   cudaError_t error = take_shared_memory(measure_kv<Instance, T>, bytes);
   if (error == cudaSuccess) error = take_shared_memory(write, bytes);
   if (error == cudaSuccess && p.step != QuantizeStep::write) error = launch_clusters(measure_kv<Instance, T>, p, ctas, 1, THREADS, bytes, stream);
-  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_clusters(finish_kv<T>, p, ctas / token_chunks, 1, CHANNELS + 32, 0, stream);
+  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_clusters(finish_kv<packed, T>, p, of_heads, 1, CHANNELS + 32, 0, stream);
   if (error == cudaSuccess && p.step != QuantizeStep::measure) error = launch_clusters(write, p, ctas, slices, THREADS, bytes, stream);
   return error;
 }

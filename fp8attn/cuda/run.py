@@ -10,8 +10,8 @@ from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
 from ..paged_tensors import PagedTensors
 from ..pages import PagedBatch, PagedCall, Stage, Storage
-from ..quantization import sample_size
-from ..recipe import ProductType, Quantized, Recipe
+from ..quantization import empty_packed, sample_size
+from ..recipe import FUSED_RECIPES, Packed, ProductType, Quantized, Recipe
 from ..reference import Scoring, causal_offset
 from ..rotation import part_of
 from ..schedule import TABLE_HEADER, heads_side_by_side
@@ -132,7 +132,8 @@ class Scratch(NamedTuple):
     Attributes:
         counters: int32, 0 at launch: one from which a free CTA takes the next tile, or none. Packed sequences have it
             in the header of their table.
-        flags: int32, 0 at launch, of each warp that computes one of `splits`: whether it has stored its partial results.
+        flags: int32, 0 at launch, of each warp that computes one of `splits`: whether it has stored its partial
+            results.
         splits, floats: the number of ranges whose partial results are stored, and of float32 of each; or 0.
     """
 
@@ -239,6 +240,27 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     library.operators.quantize.default(
         library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), ready
     )
+
+
+def quantize_packed(k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: Packed, device: Device) -> tuple[Quantized, Quantized]:
+    """fp8attn.quantization.quantize_packed with recipe.FUSED_RECIPES[qk].
+
+    `quantize.unsupported_call` must return None for packed keys and values like these.
+
+    Args:
+        k, v: (1, H, T, D), bfloat16 or float16.
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    key, value = empty_packed(k, v, FUSED_RECIPES[qk], packed)
+    library = build.load_with(quantize.OF_PACKED, quantize.INSTANCES, device.arch)
+    ctas = quantize.ctas_of_packed(k, packed)
+    library.operators.quantize_packed.default(
+        library.launchers[quantize.OF_PACKED], ctas, quantize.OF_PACKED.stats_bytes(ctas), k, v, packed.cu_seqlens, packed.seqused,
+        *quantize.filled(key, value),
+    )  # fmt: skip
+    return key, value
 
 
 def measure_part(v: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor], device: Device) -> torch.Tensor:

@@ -420,7 +420,7 @@ SYNCS = {
     "copies of a token chunk's values": ("  ptx::cp_async_wait_but<0>();\n  ptx::cluster_sync();", "  ptx::cluster_sync();"),
     "a token chunk's values that aren't finite": ("    mine.write_nan<T>(shared.tile);\n    __syncthreads();", "    __syncthreads();"),
     "a token chunk's values before its keys": ("  __syncthreads();\n  write_keys_of", "  write_keys_of"),
-    "more token chunks than lanes": ("i + lane >= token_chunks", "lane >= token_chunks"),
+    "more token chunks than lanes": ("const int chunk = i + group + j;", "const int chunk = group + j;"),
     "order of lanes": ("lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
 }
 """Lines of the kernel that wait, by what for, and what would be there without; some of int8; and one that adds in the definition's order."""

@@ -133,6 +133,9 @@ class QuantizeParams(ctypes.Structure):
         ("v_sums", ctypes.c_void_p),
         ("v_extremes", ctypes.c_void_p),
         ("step", ctypes.c_int),
+        ("cu_seqlens", ctypes.c_void_p),
+        ("seqused", ctypes.c_void_p),
+        ("sequences", ctypes.c_int),
     ]
 
 
@@ -522,6 +525,16 @@ def quantize_params(
     return p
 
 
+def quantize_packed_params(
+    k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, seqused: torch.Tensor | None, chunk_stats: torch.Tensor, *results: torch.Tensor
+) -> QuantizeParams:
+    """The QuantizeParams that binding.cpp's quantize_packed makes from its arguments; `chunk_stats` it allocates."""
+    p = quantize_params((k, v, *results), 1, chunk_stats=chunk_stats)
+    p.inverse_length, p.inverse_sample = 0.0, 0.0
+    p.cu_seqlens, p.seqused, p.sequences = cu_seqlens.data_ptr(), None if seqused is None else seqused.data_ptr(), cu_seqlens.shape[0] - 1
+    return p
+
+
 MEASURE, WRITE = 1, 2
 """Steps of C++'s QuantizeStep."""
 
@@ -794,8 +807,16 @@ def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, stat
 
 
 def _run_quantizer(library: ctypes.CDLL, launcher: int, ctas: int, p: QuantizeParams) -> None:
-    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, quantize.INSTANCES[launcher].token_chunks)
+    config = quantize.INSTANCES[launcher]
+    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks, config.packed)
     assert ended & 0xFF, "the emulated kernel doesn't come to an end"
+
+
+def _quantize_packed(library: ctypes.CDLL, launcher: int, ctas: int, stats_bytes: int, *tensors) -> None:
+    """binding.cpp's quantize_packed."""
+    k, v, cu_seqlens, seqused, *results = tensors
+    stats = torch.full((stats_bytes // 4,), torch.nan)
+    _run_quantizer(library, launcher, ctas, quantize_packed_params(k, v, cu_seqlens, seqused, stats, *results))
 
 
 def _measure_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
@@ -813,7 +834,7 @@ def _write_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.
 def quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
     emulated = library("quantize.cpp", *mutations)
-    launches = {"quantize": _quantize, "measure_part": _measure_part, "write_part": _write_part}
+    launches = {"quantize": _quantize, "quantize_packed": _quantize_packed, "measure_part": _measure_part, "write_part": _write_part}
     operators = SimpleNamespace(**{name: SimpleNamespace(default=functools.partial(launch, emulated)) for name, launch in launches.items()})
     return build.Library(operators, {c: i for i, c in enumerate(quantize.INSTANCES)})
 

@@ -72,11 +72,40 @@ struct alignas(128) QuantizeStorage {
 // CTAs may already store.
 static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 
+// Where one of packed sequences lies.
+struct PackedSequence {
+  int begin, length;  // first token, number of tokens
+
+  __device__ PackedSequence(const QuantizeParams& p, int sequence) : begin(begin_of(p, sequence)), length(max(begin_of(p, sequence + 1) - begin, 0)) {
+    if (p.seqused != nullptr) length = min(max(__ldcg(p.seqused + sequence), 0), length);
+  }
+
+  __device__ static int begin_of(const QuantizeParams& p, int sequence) { return min(max(__ldcg(p.cu_seqlens + sequence), 0), p.length); }
+
+  // layout.first_unit
+  __device__ static int first_place(int begin, int sequence, int unit) { return begin / unit + sequence; }
+
+  // The sequence whose token chunks include a place. All lanes of a warp look for the same one.
+  __device__ static int at(const QuantizeParams& p, int place) {
+    int before = 0;
+#pragma unroll 4
+    for (int first = 0; first < p.sequences; first += 32) {
+      const int i = first + threadIdx.x % 32;
+      before += __popc(__ballot_sync(~0u, i < p.sequences && first_place(begin_of(p, min(i, p.sequences - 1)), i, TOKEN_CHUNK) <= place));
+    }
+    return max(before - 1, 0);
+  }
+};
+
 // Coordinates of a CTA in its head, and the head.
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
   int first_token_chunk;  // of the CTA's cluster
   bool alone;             // in its cluster
+  int length;             // tokens of the head
+  // of packed sequences: the first token, the places of its first token chunk and page. Otherwise 0.
+  bool packed = false;
+  int begin = 0, first_place = 0, first_page = 0;
 
   // `cta`: number of the CTA: heads, their token chunks, their slices. `whole`: a cluster has all of a head, not only
   // the slices of one token chunk.
@@ -89,6 +118,44 @@ struct ClusterCoord {
     batch = pair / p.heads, head = pair % p.heads;
     first_token_chunk = whole ? 0 : token_chunk;
     alone = (whole ? token_chunks * slices : slices) == 1;
+    length = p.length;
+  }
+
+  // Of packed sequences: a slice of the token chunk at a place, which may be empty.
+  __device__ static ClusterCoord of_place(const QuantizeParams& p, int place, int head, int slice) {
+    const int sequence = PackedSequence::at(p, place);
+    ClusterCoord coord(p, sequence, head, slice);
+    coord.token_chunk = coord.first_token_chunk = max(place - coord.first_place, 0);  // below 0 only if starts aren't in order
+    coord.first = coord.token_chunk * TOKEN_CHUNK, coord.count = min(coord.length - coord.first, TOKEN_CHUNK);
+    if (place < coord.first_place) coord.count = 0;
+    return coord;
+  }
+
+  // Of packed sequences: a slice of the first token chunk of a sequence.
+  __device__ ClusterCoord(const QuantizeParams& p, int sequence, int its_head, int its_slice)
+      : slices(p.head_dim / CHANNELS), token_chunk(0), slice(its_slice), first(0), batch(0), head(its_head), first_token_chunk(0), packed(true) {
+    const PackedSequence found(p, sequence);
+    begin = found.begin, length = found.length;
+    token_chunks = (length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+    count = min(length, TOKEN_CHUNK);
+    pair = sequence * p.heads + head;
+    alone = slices == 1;
+    first_place = PackedSequence::first_place(begin, sequence, TOKEN_CHUNK), first_page = PackedSequence::first_place(begin, sequence, KEYS);
+  }
+
+  // Whether the token chunk has tokens. All do but those at places of packed sequences.
+  __device__ bool exists() const { return count > 0; }
+
+  // The head's number among those of the tensors.
+  __device__ int row() const { return packed ? head : pair; }
+
+  __device__ float inverse_length(const QuantizeParams& p) const { return packed ? __fdiv_rn(1.0f, max(length, 1)) : p.inverse_length; }
+
+  // 1 / quantization.sample_size
+  __device__ float inverse_sample(const QuantizeParams& p) const {
+    if (!packed) return p.inverse_sample;
+    const int step = token_chunks * LANES;
+    return __fdiv_rn(1.0f, length / step * LANES + min(length % step, LANES));
   }
 
   __device__ int rank_of(int its_token_chunk, int its_slice) const { return (its_token_chunk - first_token_chunk) * slices + its_slice; }
@@ -103,11 +170,15 @@ struct ClusterCoord {
   }
 
   __device__ ChunkStats& stats_of(const QuantizeParams& p, int its_token_chunk, int its_slice) const {
-    return static_cast<ChunkStats*>(p.chunk_stats)[(int64_t(pair) * token_chunks + its_token_chunk) * slices + its_slice];
+    const int64_t chunk = packed ? int64_t(first_place + its_token_chunk) * p.heads + head : int64_t(pair) * token_chunks + its_token_chunk;
+    return static_cast<ChunkStats*>(p.chunk_stats)[chunk * slices + its_slice];
   }
 
   // Index of the slice's first channel, among the channels of all heads.
   __device__ int64_t channel() const { return (int64_t(pair) * slices + slice) * CHANNELS; }
+
+  // The same among the channels of the tensors.
+  __device__ int64_t data_channel() const { return (int64_t(row()) * slices + slice) * CHANNELS; }
 };
 
 // Prepares a barrier for `bytes` that `send` brings.
@@ -126,7 +197,7 @@ __device__ inline void send(const ClusterCoord& coord, int rank, void* to, uint4
 // Where a CTA's slice of its head begins.
 template <typename T>
 __device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const ClusterCoord& coord) {
-  return static_cast<const T*>(x) + coord.batch * strides[0] + coord.head * strides[1] + coord.slice * CHANNELS;
+  return static_cast<const T*>(x) + coord.batch * strides[0] + coord.head * strides[1] + coord.begin * strides[2] + coord.slice * CHANNELS;
 }
 
 // Swizzle: the position of a chunk in a token of V's run `run`. Then neither the 8 chunks of a token nor the same chunk

@@ -21,7 +21,7 @@ struct Sample {
     const int64_t step = coord.token_chunks * LANES;
     const T* from = k + 2 * (coord.token_chunk * words + item % words) + lane * p.k_strides[2];
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < p.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
+    for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < coord.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
   }
 
   __device__ float2 sum() const {
@@ -56,7 +56,7 @@ __device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared
   float sum[LANES];
 #pragma unroll
   for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
-  shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), p.inverse_sample);
+  shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), coord.inverse_sample(p));
 }
 
 // Rotates and stores K's mean. Every token chunk computes it redundantly, in one warp. A lane has four channels; 16
@@ -202,7 +202,7 @@ __device__ float finish_blocks(const QuantizeParams& p, const QuantizeStorage<C>
   }
   const float scale = row_scale_of<INT8>(largest);
   if (coord.slice == 0 && threadIdx.x < BLOCKS && block * KEYS < coord.count)
-    p.k_scale[int64_t(coord.pair) * ((p.length + KEYS - 1) / KEYS) + coord.token_chunk * BLOCKS + block] = has_nonfinite_key ? -scale : scale;
+    p.k_scale[int64_t(coord.row()) * (p.padded / KEYS) + coord.first_page + coord.token_chunk * BLOCKS + block] = has_nonfinite_key ? -scale : scale;
   return __fdiv_rn(1.0f, scale);
 }
 
@@ -212,7 +212,7 @@ template <bool CAREFUL, bool INT8, QuantizeConfig C, typename T>
 __device__ void write_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const Keys<T>& keys, const float4 (&mean)[QUARTERS], float inverse) {
   const int odd = keys.lane % 2;
   uint8_t* to = p.k_data + coord.batch * p.k_data_strides[0] + coord.head * p.k_data_strides[1] + coord.slice * CHANNELS;
-  to += (coord.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * QUARTER + keys.column / 8 * 8;
+  to += (coord.begin + coord.first + keys.token(0, 0)) * p.k_data_strides[2] + odd * QUARTER + keys.column / 8 * 8;
 #pragma unroll 1
   for (int n = 0; n < BLOCKS; ++n, to += KEYS * p.k_data_strides[2]) {
     const float factor = __shfl_sync(~0u, inverse, n);

@@ -154,16 +154,21 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
 
 // Mean (.x) and scale (.y) of a channel of V, from its sums over LANES or fewer lanes of token chunks and its extremes.
 template <int N>
-__device__ float2 mean_and_scale(const QuantizeParams& p, const float (&sum)[N], float low, float high) {
-  const float mean = removable(coarse(__fmul_rn(halving_sum(sum), p.inverse_length), low, high));
+__device__ float2 mean_and_scale(float inverse_length, const float (&sum)[N], float low, float high) {
+  const float mean = removable(coarse(__fmul_rn(halving_sum(sum), inverse_length), low, high));
   return {mean, scale_of(fmaxf(fmaxf(high - mean, mean - low), 0.0f))};
 }
 
-// Extremes of a channel, from packed ones.
+// Extremes of a channel, from words that have those of two.
+template <typename T>
+__device__ void join_extremes(float& low, float& high, uint32_t lows, uint32_t highs, int channel) {
+  const float2 low_pair = Pair<T>::floats(lows), high_pair = Pair<T>::floats(highs);
+  low = fminf(low, channel % 2 ? low_pair.y : low_pair.x), high = fmaxf(high, channel % 2 ? high_pair.y : high_pair.x);
+}
+
 template <typename T>
 __device__ void join_extremes(float& low, float& high, const Moments& more, int channel) {
-  const float2 lows = Pair<T>::floats(more.low[channel / 2]), highs = Pair<T>::floats(more.high[channel / 2]);
-  low = fminf(low, channel % 2 ? lows.y : lows.x), high = fmaxf(high, channel % 2 ? highs.y : highs.x);
+  join_extremes<T>(low, high, more.low[channel / 2], more.high[channel / 2], channel);
 }
 
 // Mean and scale of one channel of V. Every token chunk computes them redundantly.
@@ -179,7 +184,7 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
     join_extremes<T>(low, high, token_chunks[i], channel);
   }
   // token chunks are the lanes of quantization.lane_sum; chunks that don't exist add zeros
-  const float2 found = mean_and_scale(p, sum, low, high);
+  const float2 found = mean_and_scale(coord.inverse_length(p), sum, low, high);
   shared.shift[channel] = found.x, shared.factor[channel] = __fdiv_rn(1.0f, found.y);
   if (coord.token_chunk != 0) return;
   p.v_mean[coord.channel() + channel] = found.x;
@@ -195,12 +200,13 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
   const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
   const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
-  const __half2 gain = __half2half2(__float2half(p.length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
-  uint8_t* to = p.v_data + (coord.channel() + channel) * p.padded + coord.first;
+  const __half2 gain = __half2half2(__float2half(coord.length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
+  uint8_t* to = p.v_data + (coord.data_channel() + channel) * p.padded + coord.first_page * KEYS + coord.first;
+  const int padded = coord.packed ? (coord.length + KEYS - 1) / KEYS * KEYS : int(p.padded);
   Feedback feedback;
 #pragma unroll 1
   for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
-    if (CAREFUL && coord.first + first >= p.padded) break;
+    if (CAREFUL && coord.first + first >= padded) break;
     const auto number = [&](int i) -> float2 {
       const int token = first + i;
       const float2 y = Pair<T>::floats(shared.tile[token][column]);

@@ -1,0 +1,266 @@
+"""The CUDA quantizer of packed keys and values: each sequence has the bytes that it has alone, on a CPU too."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import emulation
+from closeness import on_grid
+from emulated import in_another_process
+from fp8attn.call import HALVES
+from fp8attn.cuda import build, quantize, run
+from fp8attn.device import ARCHITECTURES, device_of
+from fp8attn.layout import first_unit, padded_length
+from fp8attn.quantization import TOKEN_CHUNK, empty_packed, quantize_kv, sequences_of
+from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, Packed, ProductType, Quantized, Recipe
+from quantizing import assert_same
+
+H100 = ARCHITECTURES[90]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Packed sequences. NaN lies where no token is.
+
+    Attributes:
+        lengths: of the sequences.
+        unused: tokens behind those of each sequence that don't exist.
+        behind: tokens behind the last sequence.
+    """
+
+    lengths: tuple[int, ...]
+    unused: int = 0
+    behind: int = 0
+    heads: int = 2
+    dim: int = 64
+    dtype: torch.dtype = torch.bfloat16
+    qk: ProductType = "e4m3"
+    seed: int = 0
+
+    def starts(self) -> list[int]:
+        return [0, *itertools.accumulate(n + self.unused for n in self.lengths)]
+
+    def tensors(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v (1, H, T, D), as views of tensors (T, H, D). Some elements aren't finite."""
+        generator, found = torch.Generator().manual_seed(self.seed), []
+        for offset in (0.0, 2.0):
+            x = torch.full((self.starts()[-1] + self.behind, self.heads, self.dim), torch.nan)
+            for i, (begin, length) in enumerate(zip(self.starts(), self.lengths, strict=False)):
+                some = torch.randn(length, self.heads, self.dim, generator=generator) * (1 + i % 5) + offset
+                if length > 5 and i % 3 == 1:
+                    some[length // 2, 0, 3], some[length - 1, self.heads - 1, self.dim - 1] = torch.nan, torch.inf
+                x[begin : begin + length] = some
+            found.append(x.to(self.dtype).transpose(0, 1)[None])
+        return on_grid(found[0]).transpose(1, 2).contiguous().transpose(1, 2).to(device), found[1].to(device)
+
+    def packed(self, device: torch.device | str = "cpu") -> Packed:
+        starts = torch.tensor(self.starts(), dtype=torch.int32, device=device)
+        used = torch.tensor(self.lengths, dtype=torch.int32, device=device) if self.unused else None
+        return Packed(starts, used, self.starts()[-1] + self.behind)
+
+
+UNTOUCHED = 0x55
+"""Bytes of results before they are written."""
+
+
+def untouched(*arguments: Any) -> tuple[Quantized, Quantized]:
+    """quantization.empty_packed, of memory that was used before."""
+    results = empty_packed(*arguments)
+    for x in results:
+        for tensor in (x.data, x.scale, x.mean):
+            assert tensor is not None
+            tensor.untyped_storage().fill_(UNTOUCHED)
+    return results
+
+
+def check(batch: Batch, library: build.Library | None, device: torch.device | str = "cpu") -> None:
+    """By an emulated library, or on a GPU. Pages of no sequence aren't written."""
+    (k, v), packed, recipe = batch.tensors(device), batch.packed(device), FUSED_RECIPES[batch.qk]
+    properties = H100 if library is not None else device_of(k.device)
+    assert quantize.unsupported_call(k, v, recipe, properties, packed=True) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "empty_packed", untouched)
+        if library is not None:
+            patch.setattr(build, "load_with", lambda *_: library)
+        found = run.quantize_packed(k, v, batch.qk, packed, properties)
+    columns = found[1].data.view(torch.uint8).clone()
+    for i, (begin, length) in enumerate(zip(batch.starts(), batch.lengths, strict=False)):
+        first = SCALE_BLOCK * first_unit(begin, i, SCALE_BLOCK)
+        columns[..., first : first + padded_length(length)] = UNTOUCHED
+    assert (columns == UNTOUCHED).all(), "other pages differ"
+    for begin, length, *parts in zip(batch.starts(), batch.lengths, *map(sequences_of, found), strict=False):
+        span = slice(begin, begin + length)
+        for actual, expected in zip(parts, quantize_kv(k[:, :, span], v[:, :, span], recipe), strict=True):
+            assert_same(actual, expected)
+
+
+lengths = st.one_of(st.integers(0, 5), st.sampled_from((127, 128, 129, 511, 512, 513, 1024)), st.integers(0, 1300))
+batches = st.builds(
+    Batch,
+    st.lists(lengths, min_size=1, max_size=5).map(tuple),
+    unused=st.sampled_from((0, 0, 1, 70, 600)),
+    behind=st.sampled_from((1, 700)),
+    heads=st.integers(1, 3),
+    dim=st.sampled_from((64, 128, 192, 256)),
+    dtype=st.sampled_from(HALVES),
+    qk=st.sampled_from(("e4m3", "int8")),
+    seed=st.integers(0, 99),
+)
+
+MANY = (
+    Batch((3, 700, 0, 130) * 20, unused=2, heads=1),  # more sequences than a warp has lanes
+    Batch((17_000, 5, 600), heads=1),  # more token chunks than lanes of a sum
+    Batch((0, 0), behind=3),
+)
+
+
+@pytest.fixture(scope="module")
+def emulated() -> build.Library:
+    return emulation.quantizer()
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@given(batch=batches)
+def test_emulated_a_sequence_has_the_bytes_that_it_has_alone(emulated: build.Library, batch: Batch) -> None:
+    check(batch, emulated)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("batch", MANY, ids=("many", "long", "empty"))
+def test_emulated_many_and_long_sequences(emulated: build.Library, batch: Batch) -> None:
+    check(batch, emulated)
+
+
+GPU_BATCHES = (
+    *MANY, Batch((12_000, 200, 4608, 577, 1) * 3, heads=8, dim=128), Batch((900,) * 64, heads=4, dim=128, qk="int8"), Batch((513,) * 700, heads=1),
+    Batch((2048, 30, 5000), unused=100, behind=9, heads=4, dim=256, dtype=torch.float16),
+)  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", GPU_BATCHES, ids=range(len(GPU_BATCHES)))
+def test_a_sequence_has_the_bytes_that_it_has_alone(device: torch.device, batch: Batch) -> None:
+    if quantize.unsupported_config(quantize.OF_PACKED, device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    check(batch, None, device)
+
+
+@pytest.mark.gpu
+def test_the_gpu_knows_the_lengths(device: torch.device) -> None:
+    """A graph is replayed with other lengths, that a kernel right before writes."""
+    if quantize.unsupported_config(quantize.OF_PACKED, device_of(device)) is not None:
+        pytest.skip("needs sm_90")
+    batch, other = Batch((900, 5, 2000, 0), heads=4, dim=128), Batch((0, 1500, 1, 1404), heads=4, dim=128)
+    (k, v), (other_k, other_v) = batch.tensors(device), other.tensors(device)
+    packed, starts = batch.packed(device), other.packed(device).cu_seqlens
+    run.quantize_packed(k, v, "e4m3", packed, device_of(device))
+    told = packed.cu_seqlens.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed.cu_seqlens.copy_(told)
+        found = run.quantize_packed(k, v, "e4m3", packed, device_of(device))
+    for to, source in ((k, other_k), (v, other_v), (told, starts)):
+        to.copy_(source)
+    graph.replay()
+    for begin, length, *parts in zip(other.starts(), other.lengths, *map(sequences_of, found), strict=False):
+        span = slice(begin, begin + length)
+        for actual, expected in zip(parts, quantize_kv(k[:, :, span], v[:, :, span], DEFAULT_RECIPE), strict=True):
+            assert_same(actual, expected)
+
+
+STARTS = ((0, 1300, 1330), (0, 5000, 9000), (700, 100, 1330), (-5, 600, -7))
+
+
+def read_guarded() -> None:
+    """Whatever the lengths say, nothing behind K and V is read: of starts in order or not, too large or below zero."""
+    library = emulation.quantizer()
+    k, v = (emulation.guarded(x.transpose(1, 2)).transpose(1, 2) for x in Batch((1300, 30), heads=1).tensors())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: library)
+        for starts, used in (*((x, None) for x in STARTS), (STARTS[0], (9000, -1))):
+            seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
+            run.quantize_packed(k, v, "e4m3", Packed(torch.tensor(starts, dtype=torch.int32), seqused, 1330), H100)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+def test_reads_nothing_behind_its_tensors() -> None:
+    """In a process of its own, which such a read ends."""
+    in_another_process("import test_packed_quantize as test; test.read_guarded()")
+
+
+MUTANTS = {
+    "starts of sequences": ("tile/token_chunk.h", "coord.begin * strides[2]", "0 * strides[2]"),
+    "rows of sequences": ("tile/token_chunk_keys.h", "(coord.begin + coord.first + keys", "(coord.first + keys"),
+    "pages of sequences": ("tile/token_chunk_keys.h", "coord.first_page + coord.token_chunk * BLOCKS", "coord.token_chunk * BLOCKS"),
+    "columns of sequences": ("tile/token_chunk_values.h", "coord.first_page * KEYS + coord.first", "coord.first"),
+    "rows of V": ("tile/token_chunk.h", "return packed ? head : pair;", "return packed ? 0 : pair;"),
+    "keys that don't exist": ("tile/token_chunk.h", "if (p.seqused != nullptr)", "if (false)"),
+    "a place for each head": ("tile/token_chunk.h", "* p.heads + head : int64_t", "+ head : int64_t"),
+    "pages that are read": (
+        "tile/token_chunk_values.h",
+        "(coord.length + KEYS - 1) / KEYS * KEYS :",
+        "(coord.length + KEYS - 1) / KEYS * KEYS + KEYS :",
+    ),
+    "tokens of the mean": ("tile/token_chunk.h", "__fdiv_rn(1.0f, max(length, 1))", "__fdiv_rn(1.0f, p.length)"),
+    "tokens of the sample": ("tile/token_chunk.h", "length / step * LANES + min(length % step, LANES)", "length"),
+    "feedback of short sequences": ("tile/token_chunk_values.h", "coord.length > TOKEN_CHUNK", "p.length > TOKEN_CHUNK"),
+    "more sequences than lanes": ("tile/token_chunk.h", "first < p.sequences; first += 32", "first < 32; first += 32"),
+    "means of empty sequences": ("quantize_long.cuh", "!PACKED || coord.exists() ? removable", "true ? removable"),
+}
+
+
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored(MUTANTS.values())
+
+
+@pytest.mark.anywhere
+@pytest.mark.thorough
+@emulation.emulates
+@pytest.mark.parametrize("name", MUTANTS)
+def test_the_emulation_sees_what_is_wrong(name: str) -> None:
+    library = emulation.quantizer(MUTANTS[name])
+
+    def check_several() -> None:
+        for batch in (Batch((1300, 0, 40, 600), unused=9, behind=70), Batch((3, 700, 0, 130) * 20, unused=2)):
+            check(batch, library)
+
+    with pytest.raises(AssertionError):
+        check_several()
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    operators, library = emulation.binding()
+    launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
+    monkeypatch.setattr(build, "load_with", lambda *_: build.Library(operators, {quantize.OF_PACKED: launcher}))
+    for batch in (Batch((700, 0, 1300), unused=3, heads=3, dim=128, dtype=torch.float16, qk="int8"), Batch((9, 100), behind=8)):
+        (k, v), packed = batch.tensors(), batch.packed()
+        found = run.quantize_packed(k, v, batch.qk, packed, H100)
+        told = emulation.QuantizeParams()
+        ctas = (packed.tokens // TOKEN_CHUNK + len(batch.lengths)) * batch.heads * batch.dim // 64
+        assert library.recorded_quantize(ctypes.byref(told)) == ctas
+        results = quantize.filled(*found)
+        expected = emulation.quantize_packed_params(k, v, packed.cu_seqlens, packed.seqused, torch.empty(0), *results)
+        assert told.chunk_stats
+        told.chunk_stats = expected.chunk_stats = None
+        assert bytes(told) == bytes(expected)
+
+
+def test_what_it_takes() -> None:
+    k = torch.zeros(1, 3, 900, 128, dtype=torch.bfloat16)
+    assert quantize.unsupported_call(k, k, DEFAULT_RECIPE, H100, packed=True) is None
+    for recipe, x in ((Recipe(k="token"), k), (Recipe(smooth_v=False), k), (DEFAULT_RECIPE, k.float()), (DEFAULT_RECIPE, k[..., :96])):
+        assert quantize.unsupported_call(x, x, recipe, H100, packed=True) is not None
+    assert quantize.unsupported_call(k, k, DEFAULT_RECIPE, ARCHITECTURES[89], packed=True) is not None
