@@ -145,7 +145,7 @@ MUTANTS = {
     "maxima grow": ("softmax.h", "m = m_new;\n  sum", "sum"),
     "all others'": ("stream_k.h", "first / size", "first / size + 1"),
     "the one before": ("stream_k.h", "work_tile.range - 1;", "work_tile.range - 2;"),
-    "one range for each CTA": ("stream_k.h", "schedule.p.counter != nullptr || ", ""),
+    "ranges of two tiles": ("stream_k.h", "to.begin = max(begin - first, 0);", "to.begin = 0;"),
     "both work tiles": ("stream_k.h", "end = first + to.begin;", "end = begin;"),
 }
 
