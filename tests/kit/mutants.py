@@ -245,7 +245,7 @@ WINDOW_MUTANTS = {
         "SinkRow::add<>(largest[0], l[0], sink)",
     ),
     "values' mean with all weight": ("tile/score_mod.h", "return {mine * inverse, mine * keys * inverse};", "return {mine * inverse, 1.0f};"),
-    "sums of keys not rescaled": ("tile/score_mod.h", "return {mine * inverse, mine", "return {inverse, mine"),
+    "sums of keys not rescaled": ("tile/score_mod.h", "mine * keys * inverse};", "keys * inverse};"),
 }
 """Mutants of the Hopper kernel's instances for windows."""
 

@@ -114,7 +114,10 @@ void wait_for(Meeting& meeting, int round) {
 // Returns whether all threads ended, with nothing in flight.
 bool run_cluster(long patience) {
   const int count = cluster * threads;
-  memset(fp8attn::bytes, 0xFF, cluster * SHARED);
+  // what a GPU's memory may hold: NaN and -1, or large numbers, by turns
+  static bool large;
+  large = !large;
+  memset(fp8attn::bytes, large ? 0x7F : 0xFF, cluster * SHARED);
   memset(fp8attn::seen_by_engines, 0xFF, cluster * SHARED);
   fibers.assign(count, {});
   all.assign(count, {});
