@@ -5,6 +5,7 @@
 #include "config.h"
 #include "params.h"
 #include "tile/channels.h"
+#include "tile/packed.h"
 #include "tile/paged_schedule.h"
 
 namespace fp8attn {
@@ -24,9 +25,6 @@ cudaError_t for_each_step(const AppendParams& p, int ctas, Run&& run) {
   if (p.tokens) next(AppendStep::tokens, heads);
   return error;
 }
-
-// Where a row of packed tokens begins.
-__device__ inline int begin_of(const AppendParams& p, int row) { return min(max(__ldcg(p.cu_seqlens + row), 0), p.length); }
 
 // One head of a row of the batch: `old` tokens that the cache has, and new ones up to `end`. Both are 0 without a
 // sequence.
@@ -63,20 +61,6 @@ struct HeadOfRow {
   __device__ int64_t index(const AppendParams& p) const { return int64_t(sequence) * p.kv_heads + head; }
 };
 
-// The place of a row's first page among those of packed tokens: layout.first_unit.
-__device__ inline int first_place(const AppendParams& p, int row) { return begin_of(p, row) / SCALE_BLOCK + row; }
-
-// The row that has a place. Called by whole warps.
-__device__ inline int row_at(const AppendParams& p, int place) {
-  int before = 0;
-#pragma unroll 1
-  for (int first = 0; first < p.rows; first += 32) {
-    const int row = first + threadIdx.x % 32;
-    before += __popc(__ballot_sync(~0u, row < p.rows && first_place(p, row) <= place));
-  }
-  return max(before - 1, 0);
-}
-
 // A page of a head that has new tokens.
 struct PageOfHead {
   HeadOfRow head;
@@ -91,9 +75,9 @@ struct PageOfHead {
   // That of a CTA in a grid of pages that may become complete x heads x rows; of packed tokens, places of pages x
   // heads.
   __device__ static PageOfHead at_place(const AppendParams& p, int cta) {
-    const int which = cta / p.most_pages, place = cta % p.most_pages, row = p.cu_seqlens == nullptr ? which / p.kv_heads : row_at(p, place);
+    const int which = cta / p.most_pages, place = cta % p.most_pages, row = p.cu_seqlens == nullptr ? which / p.kv_heads : sequence_at<SCALE_BLOCK>(p, p.rows, place);
     const HeadOfRow head(p, row, which % p.kv_heads);
-    return {head, head.old / SCALE_BLOCK + (p.cu_seqlens == nullptr ? place : max(place - first_place(p, row), 0))};
+    return {head, head.old / SCALE_BLOCK + (p.cu_seqlens == nullptr ? place : max(place - first_place<SCALE_BLOCK>(begin_of(p, row), row), 0))};
   }
 
   __device__ bool becomes_complete() const { return page < head.end / SCALE_BLOCK; }

@@ -201,7 +201,7 @@ void attend(const Launch& l, const Attention& a) {
   p.key_splits = a.parts ? a.parts->size(0) : 1;
   p.parts = a.parts ? a.parts->mutable_data_ptr<float>() : nullptr;
   if (l.rows > 0 && a.parts) {  // of the tiles that CTAs share
-    p.tail_ranges = a.parts->size(0);
+    p.stream_k_ranges = a.parts->size(0);
     p.partials_ready = a.part_rows->mutable_data_ptr<int>();
   } else if (a.parts) {
     p.part_rows = a.part_rows->mutable_data_ptr<float>();

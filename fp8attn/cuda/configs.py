@@ -542,7 +542,7 @@ def _speed(config: HopperConfig) -> float:
     return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
 
 
-def tail_ranges(call: Call, config: HopperConfig, device: Device) -> int:
+def stream_k_ranges(call: Call, config: HopperConfig, device: Device) -> int:
     """Number of ranges into which the call's last tiles are split; 1: each tile has one CTA."""
     if not config.stream_k or call.causal != "none":
         return 1

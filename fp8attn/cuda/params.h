@@ -67,7 +67,7 @@ struct Params {
   // Hopper kernel, stream-K: the number of ranges into which the tiles after the last full round are split, of a call
   // that is not causal; 0: no tile is split. More than CTAs only if there is a counter and a full round. `parts` has
   // one Partial per consumer for each range, and partials_ready one flag per warp of these consumers, 0 at launch.
-  int tail_ranges;
+  int stream_k_ranges;
   int* partials_ready;
 
   // Instances that quantize Q, overlapped with the grid that quantizes K and V: (B, Hkv), the number of its CTAs that

@@ -91,6 +91,7 @@ OF_LONG = QuantizeConfig(1, 3)
 """For heads that are longer than a cluster can hold."""
 
 OF_PACKED = QuantizeConfig(1, 3, packed=True)
+"""For packed sequences."""
 
 INSTANCES = (*OF_CLUSTERS, OF_LONG, OF_PACKED)
 """The compiled instances, each for e4m3 and int8."""

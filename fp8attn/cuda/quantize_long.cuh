@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) measure_kv(con
     p.k_mean[coord.channel() + 2 * first + threadIdx.x - 64] = shared.own.key_mean[threadIdx.x - 64];
 }
 
-constexpr int AT_ONCE = 8;  // token chunks whose statistics a thread of `finish_kv` waits for at the same time
-static_assert(LANES % AT_ONCE == 0);
+constexpr int CHUNKS_IN_FLIGHT = 8;  // token chunks whose statistics a thread of `finish_kv` loads before it adds them up
+static_assert(LANES % CHUNKS_IN_FLIGHT == 0);
 
 // The grid has a CTA for every slice of every head, of packed sequences of every head of each.
 template <bool PACKED, typename T>
@@ -102,19 +102,19 @@ __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant
 #pragma unroll 1
   for (int i = 0; i < token_chunks; i += LANES) {
 #pragma unroll
-    for (int group = 0; group < LANES; group += AT_ONCE) {
+    for (int group = 0; group < LANES; group += CHUNKS_IN_FLIGHT) {
       if (i + group >= token_chunks) break;
-      float sums[AT_ONCE];
-      uint32_t lows[AT_ONCE], highs[AT_ONCE];
+      float sums[CHUNKS_IN_FLIGHT];
+      uint32_t lows[CHUNKS_IN_FLIGHT], highs[CHUNKS_IN_FLIGHT];
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) {  // of a token chunk that doesn't exist, the first one's extremes, and no sum
+      for (int j = 0; j < CHUNKS_IN_FLIGHT; ++j) {  // of a token chunk that doesn't exist, the first one's extremes, and no sum
         const int chunk = i + group + j;
         const Moments& more = stats[(chunk < token_chunks ? chunk : 0) * apart].moments;
         sums[j] = chunk < token_chunks ? more.sum[channel] : 0.0f;
         lows[j] = more.low[channel / 2], highs[j] = more.high[channel / 2];
       }
 #pragma unroll
-      for (int j = 0; j < AT_ONCE; ++j) {
+      for (int j = 0; j < CHUNKS_IN_FLIGHT; ++j) {
         sum[group + j] += sums[j];
         join_extremes<T>(low, high, lows[j], highs[j], channel);
       }

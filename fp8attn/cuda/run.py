@@ -64,7 +64,7 @@ def splits_of(call: Call, config: Config, device: Device) -> int:
     """
     if isinstance(config, PortableConfig):
         return portable.key_splits(portable.packed(call), config, device)
-    return configs.tail_ranges(call, config, device)
+    return configs.stream_k_ranges(call, config, device)
 
 
 def forward(

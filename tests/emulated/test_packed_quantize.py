@@ -209,13 +209,13 @@ MUTANTS = {
     "a place for each head": ("tile/token_chunk.h", "* p.heads + head : int64_t", "+ head : int64_t"),
     "pages that are read": (
         "tile/token_chunk_values.h",
-        "(coord.length + KEYS - 1) / KEYS * KEYS :",
-        "(coord.length + KEYS - 1) / KEYS * KEYS + KEYS :",
+        "(coord.length + KEYS - 1) / KEYS * KEYS;",
+        "(coord.length + KEYS - 1) / KEYS * KEYS + KEYS;",
     ),
     "tokens of the mean": ("tile/token_chunk.h", "__fdiv_rn(1.0f, max(length, 1))", "__fdiv_rn(1.0f, p.length)"),
     "tokens of the sample": ("tile/token_chunk.h", "length / step * LANES + min(length % step, LANES)", "length"),
     "feedback of short sequences": ("tile/token_chunk_values.h", "coord.length > TOKEN_CHUNK", "p.length > TOKEN_CHUNK"),
-    "more sequences than lanes": ("tile/token_chunk.h", "first < p.sequences; first += 32", "first < 32; first += 32"),
+    "more sequences than lanes": ("tile/packed.h", "first < sequences; first += 32", "first < 32; first += 32"),
     "means of empty sequences": ("quantize_long.cuh", "!PACKED || coord.exists() ? removable", "true ? removable"),
 }
 

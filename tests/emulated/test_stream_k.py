@@ -39,8 +39,8 @@ tiles, blocks, sm_counts = st.integers(1, 3000), st.integers(1, 5000), st.sample
 
 @given(tiles=tiles, blocks=blocks, sm_count=sm_counts)
 def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
-    """By the time that it is told to save; no range longer than a tile, none empty, none tiny; no more ranges than SMs, unless they would be long
-    and there is a full round."""
+    """No slower than whole tiles; no range longer than a tile, none empty, none tiny; no more ranges than SMs, unless they would be long and there is
+    a full round."""
     sharing, rest = stream_k.ranges(tiles, blocks, sm_count), tiles % sm_count
     assert sharing >= 1 and stream_k.rounds(tiles, blocks, sm_count) <= -(-tiles // sm_count)
     if sharing > sm_count:
@@ -65,8 +65,8 @@ def test_sharing_pays(tiles: int, blocks: int, sm_count: int) -> None:
 def test_which_calls_share(heads: int, length: int, keys: int, sharing: int) -> None:
     three = next(config for config in INSTANCES if config.head_dim == 128 and config.consumers == 3)
     call = call_like(1, heads, heads, length, keys)
-    assert configs.tail_ranges(call, three, H100) == sharing
-    assert configs.tail_ranges(dataclasses.replace(call, causal="top_left"), three, H100) == 1
+    assert configs.stream_k_ranges(call, three, H100) == sharing
+    assert configs.stream_k_ranges(dataclasses.replace(call, causal="top_left"), three, H100) == 1
     assert run.splits_of(call, next(config for config in INSTANCES if config.consumers == 4), H100) == 1
 
 

@@ -95,7 +95,7 @@ class Params(ctypes.Structure):
         ("inverse_length", ctypes.c_float),
         ("splits", ctypes.c_int),
         ("bias", ctypes.c_void_p),
-        ("tail_ranges", ctypes.c_int),
+        ("stream_k_ranges", ctypes.c_int),
         ("partials_ready", ctypes.c_void_p),
         ("ready", ctypes.c_void_p),
         ("ready_ctas", ctypes.c_int),
@@ -498,7 +498,7 @@ def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: i
     p.first_offset = max(min(a.first_offset, 1 << 30), -(1 << 30))
     p.q_aligned, p.k_aligned, p.key_splits = _aligned(a.q), _aligned(a.k), 1 if a.parts is None else a.parts.size(0)
     if a.rows > 0 and a.parts is not None:  # partial results of the tiles that CTAs share
-        p.tail_ranges, p.partials_ready, p.part_rows = p.key_splits, p.part_rows, None
+        p.stream_k_ranges, p.partials_ready, p.part_rows = p.key_splits, p.part_rows, None
     return p
 
 

@@ -306,7 +306,7 @@ def test_ctas_that_share_tiles_launch_the_same(shape: tuple[int, int, int]) -> N
     alike(lambda: fp8attn.cuda_sdpa(*quantized))
     _, params = launched()
     p = emulation.Params.from_buffer_copy(params, emulation.MAPS)
-    assert p.tail_ranges == splits and p.parts and p.partials_ready and not p.counter and not p.part_rows
+    assert p.stream_k_ranges == splits and p.parts and p.partials_ready and not p.counter and not p.part_rows
 
 
 def operands(batch: int = 2, heads: int = 4, length: int = 300) -> tuple[Quantized, Quantized, Quantized]:

@@ -22,16 +22,16 @@ struct alignas(32) WorkTile : Tile {
   __device__ bool complete() const { return first_other >= 0; }
 };
 
-// A CTA's work tiles, one per round: whole ones, and then those of ranges of the tail. The tail is one tile's blocks
-// after the other's. A range is of two tiles at most.
+// A CTA's work tiles, one per round: whole ones, and then those of ranges of blocks. Ranges follow one another through
+// the blocks of all split tiles, which are those after the last full round. A range is of two tiles at most.
 struct WorkTiles {
-  int whole;                // tiles before the tail's
-  int blocks, size, total;  // blocks of a tile, of a range, and of the tail
+  int whole;                // tiles before the split ones
+  int blocks, size, total;  // blocks of a tile, of a range, and of all split tiles
   int range, begin, end;    // the range that was taken last, and its blocks that are not taken yet
 
   // No fewer ranges than tiles.
   __device__ void find(const Schedule& schedule) {
-    const int ranges = schedule.p.tail_ranges, rest = schedule.size() % int(gridDim.x);
+    const int ranges = schedule.p.stream_k_ranges, rest = schedule.size() % int(gridDim.x);
     range = begin = end = 0;
     whole = ALL_BLOCKS;
     if (ranges == 0) return;

@@ -7,6 +7,7 @@
 #include "../ptx/cp_async.h"
 #include "quantize.h"
 #include "dsmem.h"
+#include "packed.h"
 
 namespace fp8attn {
 
@@ -79,22 +80,6 @@ struct PackedSequence {
   __device__ PackedSequence(const QuantizeParams& p, int sequence) : begin(begin_of(p, sequence)), length(max(begin_of(p, sequence + 1) - begin, 0)) {
     if (p.seqused != nullptr) length = min(max(__ldcg(p.seqused + sequence), 0), length);
   }
-
-  __device__ static int begin_of(const QuantizeParams& p, int sequence) { return min(max(__ldcg(p.cu_seqlens + sequence), 0), p.length); }
-
-  // layout.first_unit
-  __device__ static int first_place(int begin, int sequence, int unit) { return begin / unit + sequence; }
-
-  // The sequence whose token chunks include a place. All lanes of a warp look for the same one.
-  __device__ static int at(const QuantizeParams& p, int place) {
-    int before = 0;
-#pragma unroll 4
-    for (int first = 0; first < p.sequences; first += 32) {
-      const int i = first + threadIdx.x % 32;
-      before += __popc(__ballot_sync(~0u, i < p.sequences && first_place(begin_of(p, min(i, p.sequences - 1)), i, TOKEN_CHUNK) <= place));
-    }
-    return max(before - 1, 0);
-  }
 };
 
 // Coordinates of a CTA in its head, and the head.
@@ -123,8 +108,7 @@ struct ClusterCoord {
 
   // Of packed sequences: a slice of the token chunk at a place, which may be empty.
   __device__ static ClusterCoord of_place(const QuantizeParams& p, int place, int head, int slice) {
-    const int sequence = PackedSequence::at(p, place);
-    ClusterCoord coord(p, sequence, head, slice);
+    ClusterCoord coord(p, sequence_at<TOKEN_CHUNK>(p, p.sequences, place), head, slice);
     coord.token_chunk = coord.first_token_chunk = max(place - coord.first_place, 0);  // below 0 only if starts aren't in order
     coord.first = coord.token_chunk * TOKEN_CHUNK, coord.count = min(coord.length - coord.first, TOKEN_CHUNK);
     if (place < coord.first_place) coord.count = 0;
@@ -140,7 +124,7 @@ struct ClusterCoord {
     count = min(length, TOKEN_CHUNK);
     pair = sequence * p.heads + head;
     alone = slices == 1;
-    first_place = PackedSequence::first_place(begin, sequence, TOKEN_CHUNK), first_page = PackedSequence::first_place(begin, sequence, KEYS);
+    first_place = fp8attn::first_place<TOKEN_CHUNK>(begin, sequence), first_page = fp8attn::first_place<KEYS>(begin, sequence);
   }
 
   // Whether the token chunk has tokens. All do but those at places of packed sequences.

@@ -202,7 +202,7 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
   const __half2 gain = __half2half2(__float2half(coord.length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
   uint8_t* to = p.v_data + (coord.data_channel() + channel) * p.padded + coord.first_page * KEYS + coord.first;
-  const int padded = coord.packed ? (coord.length + KEYS - 1) / KEYS * KEYS : int(p.padded);
+  const int padded = (coord.length + KEYS - 1) / KEYS * KEYS;
   Feedback feedback;
 #pragma unroll 1
   for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
