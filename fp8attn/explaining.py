@@ -189,7 +189,9 @@ def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch
     """Which kernels quantize which operands, and why others don't."""
     said = []
     if is_packed and k is not None:
-        said.append("key and value are quantized by Triton: the CUDA quantizers take no packed sequences")
+        reason = ops.unsupported_cuda_quantize(k, v, recipe, device_of(k.device), packed=True) if v is not None else None
+        by = "the CUDA quantizer for Hopper" if reason is None else f"Triton; not by the Hopper quantizer: {reason}"
+        said.append(f"key and value are quantized by {by}")
         k = v = None
     names = {"hopper": "the CUDA quantizer for Hopper", "general": "the general CUDA quantizer", "triton": "Triton"}
     for step in ops.plan_quantizers(q, k, v, recipe) if q is not None or k is not None else ():

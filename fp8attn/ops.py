@@ -140,12 +140,13 @@ def current(device: torch.device):
     return torch.cuda.device(device)
 
 
-def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
-    """Why the CUDA quantizer of keys and values for Hopper doesn't support them, or None if it does.
+def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device, packed: bool = False) -> str | None:
+    """Why the CUDA quantizer of keys and values for Hopper doesn't support them, packed or not, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.choose(k), device.arch)
+    reason = cuda_quantize.unsupported_call(k, v, recipe, device, packed)
+    return reason or build.unavailable(cuda_quantize.OF_PACKED if packed else cuda_quantize.choose(k), device.arch)
 
 
 def unsupported_general_quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> str | None:
@@ -169,8 +170,14 @@ def quantized_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: P
     """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same."""
     if not has_kernels(k.device):
         return quantize_ref.quantize_packed(k, v, recipe, packed)
+    device = device_of(k.device)
     with current(k.device):
-        return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device_of(k.device))
+        if unsupported_cuda_quantize(k, v, recipe, device, packed=True) is None:
+            try:
+                return cuda_run.quantize_packed(k, v, recipe.qk, packed, device)
+            except BuildError as error:
+                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device)
 
 
 def quantized(

@@ -22,6 +22,7 @@ from fp8attn.call import empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, fused_small, prefill
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
+from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.triton import run as triton_run
 
 pytestmark = pytest.mark.anywhere
@@ -70,6 +71,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         seen.quantizers.add("triton")
         return quantize_ref.quantize_packed(*arguments[:4])
 
+    def packed_by_cuda(k: Any, v: Any, qk: Any, packed: Any, device: Any) -> tuple:
+        seen.quantizers.add("hopper")
+        return quantize_ref.quantize_packed(k, v, FUSED_RECIPES[qk], packed)
+
     def with_bias(q: Any, k: Any, key: Any, device: Any) -> Any:
         return dataclasses.replace(q, bias=quantize_ref.score_bias(q.mean, quantize_ref.dequantize(key)))
 
@@ -90,6 +95,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(early, "forward_when_ready", when_ready)
     monkeypatch.setattr(cuda_run, "library_of", lambda *_: SimpleNamespace(launchers=collections.defaultdict(int)))
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
+    monkeypatch.setattr(cuda_run, "quantize_packed", packed_by_cuda)
     monkeypatch.setattr(cuda_run, "quantize_any", lambda q, k, v, recipe, device: seen.quantize("general", q, k, v, recipe))
     monkeypatch.setattr(cuda_run, "unsmoothed_lse", lambda lse, *_: lse.clone())
     monkeypatch.setattr(triton_run, "forward", lambda call, device: of_call("triton", triton_run.choose(call, device), call))
