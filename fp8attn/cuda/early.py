@@ -73,7 +73,7 @@ def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor,
     out, lse = empty_output(q, call.value_dim, problem.out_dtype), empty_lse(q, problem.return_lse)
     launch = launch_of(call, device, config)
     run.quantize_into(key, value, k, v, device, ready=launch.memory.ready)
-    forward_when_ready(call, launch, out, lse, quantize.ctas_of(k))
+    forward_when_ready(call, launch, out, lse, quantize.writers_of(k))
     return out, lse
 
 
@@ -98,10 +98,10 @@ def launch_of(call: Call, device: Device, config: HopperConfig) -> Launch:
     return Launch(config, library, arguments, run.memory_of(scratch._replace(counters=1), call.q, call.k.shape[0] * call.k.shape[1]))
 
 
-def forward_when_ready(call: Call, launch: Launch, out: torch.Tensor, lse: torch.Tensor, cluster: int) -> None:
+def forward_when_ready(call: Call, launch: Launch, out: torch.Tensor, lse: torch.Tensor, writers: int) -> None:
     """Attention by an instance that quantizes q.
 
-    It attends to a key/value head once `cluster` CTAs have added 1 to the head's word of `ready`. It waits for nothing
+    It attends to a key/value head once `writers` CTAs have added 1 to the head's word of `ready`. It waits for nothing
     else, so the kernel that is launched right before it must be the quantizer.
 
     Args:
@@ -123,7 +123,7 @@ def forward_when_ready(call: Call, launch: Launch, out: torch.Tensor, lse: torch
         memory.parts,
         memory.flags,
         memory.ready,
-        cluster,
+        writers,
         call.window_offsets[0] if launch.config.window else 0,
         call.softcap,
         call.sinks,

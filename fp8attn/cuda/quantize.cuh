@@ -2,16 +2,16 @@
 // the same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
 // (quantize_long.cuh).
 //
-// A cluster of CTAs has one head. Each CTA has a slice of 64 channels of a chunk of 512 tokens in shared memory, first
-// of V, then of K. V comes first because keys of tokens with non-finite values become NaN. CTAs exchange statistics
-// through DSMEM: V's means and scales need all token chunks, K's scales need all slices. K's mean is taken over a
-// sample of the tokens, which CTAs read from global memory.
+// A cluster of CTAs has one head. Each CTA has a part of a chunk of 512 tokens in shared memory, first of V, then of K.
+// V comes first because keys of tokens with non-finite values become NaN. Of V it is a slice of 64 channels. Of K it is
+// all channels of some blocks, whose scales need no other CTA then. CTAs exchange statistics through DSMEM: V's means
+// and scales need all token chunks, and K's mean is taken over a sample of the tokens, which CTAs read from global
+// memory.
 #pragma once
 
 #include "launch.h"
 #include "params.h"
 #include "ptx/cluster.h"
-#include "ptx/flag.h"
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "tile/token_chunk.h"
@@ -21,27 +21,28 @@
 
 namespace fp8attn {
 
-// Bytes that a CTA receives on stats_full: V's moments of all token chunks, K's mean, and the non-finite tokens of all
-// slices.
-template <QuantizeConfig C>
-__device__ int bytes_of_stats(const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
-  return coord.token_chunks * int(sizeof(Moments)) + int(sizeof(shared.key_mean)) + coord.slices * int(sizeof(shared.nonfinite[0]));
+// Bytes that a CTA receives on stats_full: V's moments of all token chunks, and of all slices K's mean and the
+// non-finite tokens.
+__device__ inline int bytes_of_stats(const ClusterCoord& coord) {
+  return coord.token_chunks * int(sizeof(Moments)) + coord.slices * int(CHANNELS * sizeof(float) + sizeof(TileStorage().nonfinite[0]));
 }
 
-// Sends V's moments and this CTA's channels of K's mean to all token chunks, and the non-finite tokens to all slices of
-// the token chunk.
+// Sends V's moments to the slice's CTAs, this CTA's channels of K's mean to all CTAs, and the non-finite tokens to
+// those of the token chunk.
 template <QuantizeConfig C>
 __device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& coord) {
   static_assert(sizeof(Moments) == 32 * 16);
   const int lane = threadIdx.x % 32, log_words = coord.log_words(), first = coord.token_chunk << log_words;
   const bool has_mean = first < WORDS && lane < (1 << log_words) / 2;  // a lane has four channels
 #pragma unroll 1
-  for (int token_chunk = threadIdx.x / 32; token_chunk < coord.token_chunks; token_chunk += WARPS) {
-    const int rank = coord.rank_of(token_chunk, coord.slice);
-    send(coord, rank, reinterpret_cast<uint4*>(&shared.values.token_chunks[coord.token_chunk]) + lane, reinterpret_cast<const uint4*>(&shared.own.token_chunk)[lane], &shared.stats_full);
-    if (has_mean) send(coord, rank, &shared.key_mean[2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], &shared.stats_full);
+  for (int rank = threadIdx.x / 32; rank < coord.token_chunks * coord.slices; rank += WARPS) {
+    uint64_t* full = &shared.stats_full;
+    if (rank % coord.slices == coord.slice)
+      send(coord, rank, reinterpret_cast<uint4*>(&shared.values.token_chunks[coord.token_chunk]) + lane, reinterpret_cast<const uint4*>(&shared.own.token_chunk)[lane], full);
+    if (has_mean) send(coord, rank, &shared.tile.key_mean[coord.slice * CHANNELS + 2 * first + 4 * lane], reinterpret_cast<const uint4*>(shared.own.key_mean)[lane], full);
   }
-  broadcast_nonfinite<C>(shared, coord, &shared.stats_full);
+  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
+  if (slice < coord.slices) send(coord, coord.rank_of(coord.token_chunk, slice), &shared.tile.nonfinite[coord.slice][n], shared.own.nonfinite[n], &shared.stats_full);
 }
 
 // Instance::config is the QuantizeConfig. INT8: K becomes int8, not e4m3. The grid has one cluster per head of K and V.
@@ -56,8 +57,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   const Mine mine;
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
-    expect(coord, &shared.stats_full, bytes_of_stats(shared, coord));
-    expect(coord, &shared.largest_full, bytes_of_largest<INT8>(shared, coord));
+    expect(coord, &shared.stats_full, bytes_of_stats(coord));
     ptx::fence_barrier_init();
   }
   __syncthreads();
@@ -67,9 +67,8 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
   Sample<T> sample;
   if (coord.token_chunk << coord.log_words() < WORDS && threadIdx.x < LANES << coord.log_words()) sample.load(p, coord, k, threadIdx.x);
-  mine.load(shared.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+  mine.load(shared.tile.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
   measure_keys<C, T>(p, shared, coord, k, sample);
-  k += coord.first * p.k_strides[2];
   measure_values<C, T>(shared, coord, mine);
   __syncwarp();
   ptx::cluster_wait();  // all CTAs of the cluster have started, so that stores to them are allowed
@@ -78,16 +77,21 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
 
   if (threadIdx.x < CHANNELS)
     finish_values<C, T>(p, shared, coord, threadIdx.x);
-  else if (threadIdx.x < CHANNELS + 32)
-    finish_keys<C>(p, shared, coord, threadIdx.x - CHANNELS);
+  else if (threadIdx.x < CHANNELS + 32 * coord.slices)
+    finish_keys(p, shared.tile, coord, (threadIdx.x - CHANNELS) / 32, threadIdx.x % 32);
   __syncthreads();
-  if (is_careful(shared, coord, coord.slice, coord.slice + 1))
-    write_values<true, C, T>(p, shared, coord);
+  if (is_careful(shared.tile, coord))
+    write_values<true, T>(p, shared.tile, coord);
   else
-    write_values<false, C, T>(p, shared, coord);
+    write_values<false, T>(p, shared.tile, coord);
+
   __syncthreads();
 
-  write_keys_of_token_chunk<INT8, C, T>(p, shared, coord, k);
+  k += coord.first * p.k_strides[2] - coord.slice * CHANNELS;
+  Keys<T> keys(KeyPart(coord.slices, coord.slice));
+  keys.load(shared.tile.tile, k, p.k_strides[2], coord.count);
+  write_key_parts<INT8, T>(p, shared.tile, coord, keys, k);
+  say_done(p, coord);
 }
 
 template <class Instance, typename T>

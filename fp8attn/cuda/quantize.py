@@ -71,11 +71,13 @@ class QuantizeConfig:
     @functools.cached_property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage), in bytes."""
-        largest = 4 * TOKEN_CHUNK // SCALE_BLOCK
+        slices, largest = LARGEST_DIM // CHANNELS, 4 * TOKEN_CHUNK // SCALE_BLOCK
+        tile = TOKEN_CHUNK * CHANNELS * 2 + slices * (4 * CHANNELS + NONFINITE) + 8 * CHANNELS + WARPS * largest
+        if self.is_long:
+            return round_up(tile, 128)
         measured = max((WARPS + self.token_chunks) * MOMENTS, 4 * LANES * CHANNELS)
-        told = 4 * CHANNELS + LARGEST_DIM // CHANNELS * (NONFINITE + largest)
-        own = MOMENTS + 4 * CHANNELS + NONFINITE + 8 * CHANNELS + WARPS * largest
-        return round_up(TOKEN_CHUNK * CHANNELS * 2 + measured + told + own + 16, 128)
+        own = MOMENTS + 4 * CHANNELS + NONFINITE
+        return round_up(round_up(tile, 128) + measured + own + 8, 128)
 
     def stats_bytes(self, ctas: int) -> int:
         """Bytes of what the kernels of a call with so many CTAs tell each other."""
@@ -110,6 +112,11 @@ def slices_of(k: torch.Tensor) -> int:
 def ctas_of(k: torch.Tensor) -> int:
     """Number of CTAs that share a head."""
     return token_chunks_of(k) * slices_of(k)
+
+
+def writers_of(k: torch.Tensor) -> int:
+    """Number of CTAs that write the codes of a head. The long instance has CTAs for V and others for K."""
+    return ctas_of(k) * (2 if choose(k).is_long else 1)
 
 
 def ctas_of_packed(k: torch.Tensor, packed: Packed) -> int:

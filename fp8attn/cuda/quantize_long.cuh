@@ -1,14 +1,13 @@
-// Quantizes heads that are longer than a cluster can hold, in three launches. `measure_kv` measures V and the sample of
-// K, `finish_kv` makes V's means and scales and K's mean of it, `write_kv` writes the codes. V is read twice: the heads
-// that are measured last are written first, while L2 still has them. If a sequence has several parts, `measure_kv` is a
-// launch of its own, others make statistics of what it finds in all parts, and `write_kv` is another launch.
+// Quantizes heads that are longer than a cluster can hold, in three launches without clusters. `measure_kv` measures
+// V and the sample of K, `finish_kv` makes V's means and scales and K's mean of it, `write_kv` writes the codes. V is
+// read twice: the heads that are measured last are written first, while L2 still has them. If a sequence has several
+// parts, `measure_kv` is a launch of its own, others make statistics of what it finds in all parts, and `write_kv` is
+// another launch.
 #pragma once
 
 #include "launch.h"
 #include "params.h"
-#include "ptx/cluster.h"
 #include "ptx/grid.h"
-#include "ptx/mbarrier.h"
 #include "tile/token_chunk.h"
 #include "tile/token_chunk_keys.h"
 #include "tile/token_chunk_values.h"
@@ -27,49 +26,69 @@ __device__ void write_moments(const QuantizeParams& p, const ClusterCoord& coord
   p.v_extremes[(2 * chunk + 1) * p.head_dim + of_head] = high;
 }
 
-// Coordinates of a CTA: heads, their token chunks, their slices. Of packed sequences: places, heads, slices. So CTAs
-// that run at the same time read all heads of the same tokens, which lie side by side.
-template <QuantizeConfig C>
-__device__ ClusterCoord coord_of(const QuantizeParams& p, int cta) {
-  if constexpr (!C.packed) {
-    return ClusterCoord(p, cta, false);
-  } else {
-    ptx::wait_for_grids_before();  // one of which may write lengths
-    const int slices = p.head_dim / CHANNELS, row = cta / slices;
-    return ClusterCoord::of_place(p, row / p.heads, row % p.heads, cta % slices);
-  }
+// A slice of the first token chunk of a head. `number`: heads, of packed sequences those of each, and their slices.
+template <bool PACKED>
+__device__ ClusterCoord coord_of_head(const QuantizeParams& p, int number) {
+  const int slices = p.head_dim / CHANNELS, pair = number / slices;
+  if constexpr (PACKED)
+    return ClusterCoord(p, pair / p.heads, pair % p.heads, number % slices);
+  else
+    return ClusterCoord(p, pair * ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK) * slices + number % slices, false);
 }
 
-// The grid has a CTA for every slice of every token chunk, the last heads first. K's mean, not rotated yet, goes to
-// p.k_mean.
+// A slice of the n-th token chunk. In order are heads and their token chunks. Of packed sequences it is places and
+// heads, so that CTAs which run at the same time read all heads of the same tokens, which lie side by side.
+template <bool PACKED>
+__device__ ClusterCoord coord_of_chunk(const QuantizeParams& p, int n, int slice) {
+  if constexpr (PACKED)
+    return ClusterCoord::of_place(p, n / p.heads, n % p.heads, slice);
+  else
+    return ClusterCoord(p, n * (p.head_dim / CHANNELS) + slice, false);
+}
+
+// CTAs of `measure_kv` that have a slice of a head's sample of K. They are the first of its grid.
+template <bool PACKED>
+__device__ int samples_of(const QuantizeParams& p) {
+  if (p.step != QuantizeStep::all) return 0;
+  return PACKED ? p.sequences * p.heads * (p.head_dim / CHANNELS) : int(gridDim.x) / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK + 1);
+}
+
+// CTAs of `measure_kv` on one SM, which registers must leave room for: it takes little shared memory.
+constexpr int MEASURING_CTAS = 4;
+
+// The grid has a CTA for every slice of the sample of each head, and then one for every slice of every token chunk, the
+// last heads first. K's mean, not rotated yet, goes to p.k_mean.
 template <class Instance, typename T>
-__global__ void __launch_bounds__(THREADS, Instance::config.ctas) measure_kv(const __grid_constant__ QuantizeParams p) {
-  constexpr QuantizeConfig C = Instance::config;
+__global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __grid_constant__ QuantizeParams p) {
+  constexpr bool packed = Instance::config.packed;
   extern __shared__ __align__(128) uint8_t bytes[];
-  QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord = coord_of<C>(p, gridDim.x - 1 - blockIdx.x);
-  if (C.packed && !coord.exists()) return;
-  const Mine mine;
-  if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
-  __syncthreads();
-  ptx::wait_for_grids_before();
+  MomentsStorage& shared = *reinterpret_cast<MomentsStorage*>(bytes);
+  ptx::wait_for_grids_before();  // one of which may write lengths
   ptx::launch_dependents();
-  const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
-  const bool has_keys = p.step == QuantizeStep::all;
-  const int words = 1 << coord.log_words(), first = has_keys ? coord.token_chunk * words : WORDS;
-  Sample<T> sample;
-  if (first < WORDS && threadIdx.x < LANES * words) sample.load(p, coord, k, threadIdx.x);
-  mine.load(shared.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
-  if (has_keys) measure_keys<C, T>(p, shared, coord, k, sample);
-  measure_values<C, T>(shared, coord, mine);
-  if (!has_keys && threadIdx.x >= THREADS - CHANNELS) write_moments<T>(p, coord, shared.own.token_chunk, threadIdx.x - (THREADS - CHANNELS));
+  const bool is_sample = blockIdx.x < samples_of<packed>(p);
+  const int slices = p.head_dim / CHANNELS, from_last = gridDim.x - 1 - blockIdx.x;
+  const ClusterCoord coord = is_sample ? coord_of_head<packed>(p, blockIdx.x) : coord_of_chunk<packed>(p, from_last / slices, from_last % slices);
+  if (packed && !coord.exists()) return;
+  if (threadIdx.x < BLOCKS) shared.nonfinite[threadIdx.x] = {};
+  __syncthreads();
+  const Mine mine;
+  // quantization.sample_step, the number of token chunks: one of that many groups of LANES tokens is sampled
+  const int step = is_sample ? coord.token_chunks * LANES : LANES, count = is_sample ? coord.length : coord.count;
+  const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
+  const int64_t stride = is_sample ? p.k_strides[2] : p.v_strides[2];
+  const Measured<T> measured = {from + mine.lane * stride + mine.chunk * 8, step * stride, (count - mine.lane + step - 1) / step};
+  measured(shared, mine);
+  const int channel = threadIdx.x;
+  if (is_sample) {
+    if (channel < CHANNELS) p.k_mean[coord.channel() + channel] = __fmul_rn(shared.token_chunk.sum[channel], coord.inverse_sample(p));
+    return;
+  }
+  if (p.step == QuantizeStep::measure && channel >= THREADS - CHANNELS) write_moments<T>(p, coord, shared.token_chunk, channel - (THREADS - CHANNELS));
   ChunkStats& to = coord.stats_of(p, coord.token_chunk, coord.slice);
   if (threadIdx.x < 32)
-    reinterpret_cast<uint4*>(&to.moments)[threadIdx.x] = reinterpret_cast<const uint4*>(&shared.own.token_chunk)[threadIdx.x];
+    reinterpret_cast<uint4*>(&to.moments)[threadIdx.x] = reinterpret_cast<const uint4*>(&shared.token_chunk)[threadIdx.x];
   else if (threadIdx.x < 32 + BLOCKS)
-    to.nonfinite[threadIdx.x - 32] = shared.own.nonfinite[threadIdx.x - 32];
-  else if (first < WORDS && threadIdx.x >= 64 && threadIdx.x < 64 + 2 * words)
-    p.k_mean[coord.channel() + 2 * first + threadIdx.x - 64] = shared.own.key_mean[threadIdx.x - 64];
+    to.nonfinite[threadIdx.x - 32] = shared.nonfinite[threadIdx.x - 32];
 }
 
 constexpr int CHUNKS_IN_FLIGHT = 8;  // token chunks whose statistics a thread of `finish_kv` loads before it adds them up
@@ -80,13 +99,8 @@ template <bool PACKED, typename T>
 __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant__ QuantizeParams p) {
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const int slices = p.head_dim / CHANNELS, pair = blockIdx.x / slices, channel = threadIdx.x;
-  const ClusterCoord coord = [&] {
-    if constexpr (PACKED)
-      return ClusterCoord(p, pair / p.heads, pair % p.heads, blockIdx.x % slices);
-    else
-      return ClusterCoord(p, pair * ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK) * slices + blockIdx.x % slices, false);
-  }();
+  const int slices = p.head_dim / CHANNELS, channel = threadIdx.x;
+  const ClusterCoord coord = coord_of_head<PACKED>(p, blockIdx.x);
   const int token_chunks = coord.token_chunks;
   const int64_t first = coord.channel();
   if (channel >= CHANNELS) {
@@ -125,59 +139,66 @@ __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant
   p.v_scale[first + channel] = found.y;
 }
 
-// The grid has a cluster for every token chunk, with a CTA for every slice: K's scales need all slices.
+// The grid has a CTA for every slice of V of every token chunk, and as many for K.
 template <class Instance, bool INT8, typename T>
 __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const __grid_constant__ QuantizeParams p) {
-  constexpr QuantizeConfig C = Instance::config;
+  constexpr bool packed = Instance::config.packed;
   extern __shared__ __align__(128) uint8_t bytes[];
-  QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord = coord_of<C>(p, blockIdx.x);
-  if (C.packed && !coord.exists()) return;  // nor do the other CTAs of the cluster go on
+  TileStorage& shared = *reinterpret_cast<TileStorage*>(bytes);
+  // `measure_kv` has seen to it that K, V and lengths are there; what they are quantized by may not be
+  if (p.step != QuantizeStep::all) ptx::wait_for_grids_before();
+  const int slices = p.head_dim / CHANNELS, item = blockIdx.x % (2 * slices);
+  const bool is_keys = item >= slices;
+  const ClusterCoord coord = coord_of_chunk<packed>(p, blockIdx.x / (2 * slices), is_keys ? 0 : item);
+  if (packed && !coord.exists()) return;
   const Mine mine;
-  if (threadIdx.x == 0) {
-    expect(coord, &shared.largest_full, bytes_of_largest<INT8>(shared, coord));
-    ptx::fence_barrier_init();
-  }
+  Keys<T> keys(KeyPart(slices, item % slices));
+  const T* k = slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2];
+  if (is_keys)
+    keys.load(shared.tile, k, p.k_strides[2], coord.count);
+  else
+    mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
-  const int slice = threadIdx.x / BLOCKS, block = threadIdx.x % BLOCKS;
-  if (slice < coord.slices) {
-    const uint4 nonfinite = coord.stats_of(p, coord.token_chunk, slice).nonfinite[block];
-    shared.nonfinite[slice][block] = nonfinite;
-    if (slice == coord.slice) shared.own.nonfinite[block] = nonfinite;
+  if (threadIdx.x < slices * BLOCKS) {
+    const int slice = threadIdx.x / BLOCKS, block = threadIdx.x % BLOCKS;
+    shared.nonfinite[slice][block] = coord.stats_of(p, coord.token_chunk, slice).nonfinite[block];
   }
-  if (threadIdx.x < CHANNELS) {
-    shared.key_mean[threadIdx.x] = p.k_mean[coord.channel() + threadIdx.x];
-    shared.shift[threadIdx.x] = p.v_mean[coord.channel() + threadIdx.x];
-    shared.factor[threadIdx.x] = __fdiv_rn(1.0f, p.v_scale[coord.channel() + threadIdx.x]);
-  }
-  ptx::cp_async_wait_but<0>();
-  ptx::cluster_sync();  // all that is above is there, and all CTAs of the cluster have started
-  const bool careful = is_careful(shared, coord, coord.slice, coord.slice + 1);
-  if (careful) {
-    mine.write_nan<T>(shared.tile);
+  if (is_keys) {
+    if (threadIdx.x < p.head_dim) shared.key_mean[threadIdx.x] = p.k_mean[coord.channel() + threadIdx.x];
     __syncthreads();
-    write_values<true, C, T>(p, shared, coord);
+    write_key_parts<INT8, T>(p, shared, coord, keys, k);
   } else {
-    write_values<false, C, T>(p, shared, coord);
+    if (threadIdx.x < CHANNELS) {
+      shared.shift[threadIdx.x] = p.v_mean[coord.channel() + threadIdx.x];
+      shared.factor[threadIdx.x] = __fdiv_rn(1.0f, p.v_scale[coord.channel() + threadIdx.x]);
+    }
+    ptx::cp_async_wait_but<0>();
+    __syncthreads();
+    const bool careful = is_careful(shared, coord);
+    if (careful) {
+      mine.write_nan<T>(shared.tile);
+      __syncthreads();
+      write_values<true, T>(p, shared, coord);
+    } else {
+      write_values<false, T>(p, shared, coord);
+    }
   }
-  __syncthreads();
-  write_keys_of_token_chunk<INT8, C, T>(p, shared, coord, slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]);
+  say_done(p, coord);
 }
 
-// `ctas`: one for every slice of every token chunk, of packed sequences of every place and head.
+// `ctas`: slices of token chunks, of packed sequences of every place and head.
 template <class Instance, typename T>
 cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
-  constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
   constexpr bool packed = Instance::config.packed;
-  const int slices = p.head_dim / CHANNELS, of_heads = packed ? p.sequences * p.heads * slices : ctas / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK);
+  const int slices = p.head_dim / CHANNELS, heads = packed ? p.sequences * p.heads : ctas / slices / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK);
+  const int samples = p.step == QuantizeStep::all ? heads * slices : 0;
   const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
-  cudaError_t error = take_shared_memory(measure_kv<Instance, T>, bytes);
-  if (error == cudaSuccess) error = take_shared_memory(write, bytes);
-  if (error == cudaSuccess && p.step != QuantizeStep::write) error = launch_clusters(measure_kv<Instance, T>, p, ctas, 1, THREADS, bytes, stream);
-  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_clusters(finish_kv<packed, T>, p, of_heads, 1, CHANNELS + 32, 0, stream);
-  if (error == cudaSuccess && p.step != QuantizeStep::measure) error = launch_clusters(write, p, ctas, slices, THREADS, bytes, stream);
+  cudaError_t error = take_shared_memory(write, sizeof(TileStorage));
+  if (error == cudaSuccess && p.step != QuantizeStep::write) error = launch_grid(measure_kv<Instance, T>, p, samples + ctas, THREADS, sizeof(MomentsStorage), stream);
+  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_grid(finish_kv<packed, T>, p, heads * slices, CHANNELS + 32, 0, stream);
+  if (error == cudaSuccess && p.step != QuantizeStep::measure)
+    error = launch_grid(write, p, 2 * ctas, THREADS, sizeof(TileStorage), stream);
   return error;
 }
 

@@ -351,7 +351,7 @@ MUTANTS = {
     "too few tokens copied": ("append_tokens.h", "max(of.old, of.end - RECENT)", "max(of.old, of.end - RECENT + 1)"),
     "tokens of a head's first row": ("append_tokens.h", "of.begin * strides[2]", "0"),
     "places counted from the first row": ("append_tokens.h", "max(place - first_place<SCALE_BLOCK>(begin_of(p, row), row), 0)", "place"),
-    "any sequence's row": ("tile/packed.h", "return max(before - 1, 0);", "return 0;"),
+    "any sequence's row": ("tile/packed.h", "  return first;", "  return 0;"),
     "tokens before pages": ("append_tokens.h", "  if (p.pages) next(", "  if (p.tokens) next(AppendStep::tokens, heads);\n  if (p.pages) next("),
 }
 

@@ -215,7 +215,7 @@ MUTANTS = {
     "tokens of the mean": ("tile/token_chunk.h", "__fdiv_rn(1.0f, max(length, 1))", "__fdiv_rn(1.0f, p.length)"),
     "tokens of the sample": ("tile/token_chunk.h", "length / step * LANES + min(length % step, LANES)", "length"),
     "feedback of short sequences": ("tile/token_chunk_values.h", "coord.length > TOKEN_CHUNK", "p.length > TOKEN_CHUNK"),
-    "more sequences than lanes": ("tile/packed.h", "first < sequences; first += 32", "first < 32; first += 32"),
+    "more sequences than lanes": ("tile/packed.h", "first += chosen, left -= chosen;", "first = chosen, left -= chosen;"),
     "means of empty sequences": ("quantize_long.cuh", "!PACKED || coord.exists() ? removable", "true ? removable"),
 }
 

@@ -15,16 +15,20 @@ __device__ int first_place(int begin, int sequence) {
   return begin / UNIT + sequence;
 }
 
-// The one of so many sequences that has the place of a unit. Called by whole warps.
+// The one of so many sequences that has the place of a unit: a search in which each lane looks at one of 32 candidates.
+// Called by whole warps.
 template <int UNIT, class P>
 __device__ int sequence_at(const P& p, int sequences, int place) {
-  int before = 0;
+  int first = 0;
 #pragma unroll 1
-  for (int first = 0; first < sequences; first += 32) {
-    const int sequence = first + threadIdx.x % 32;
-    before += __popc(__ballot_sync(~0u, sequence < sequences && first_place<UNIT>(begin_of(p, sequence), sequence) <= place));
+  for (int left = sequences, step; left > 1; left = min(left, step)) {
+    step = (left + 31) / 32;
+    const int candidate = threadIdx.x % 32 * step;
+    const bool before = candidate < left && first_place<UNIT>(begin_of(p, first + candidate), first + candidate) <= place;
+    const int chosen = max(__popc(__ballot_sync(~0u, before)) - 1, 0) * step;
+    first += chosen, left -= chosen;
   }
-  return max(before - 1, 0);
+  return first;
 }
 
 }  // namespace fp8attn

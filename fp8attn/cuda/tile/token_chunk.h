@@ -1,10 +1,11 @@
-// The data of one CTA of the K/V quantizer: a slice of the channels of one token chunk, in shared memory, and what the
-// CTAs of a cluster exchange.
+// The data of one CTA of the K/V quantizer: a tile of one token chunk, in shared memory, and what the CTAs of a cluster
+// exchange. A tile of V has one slice of the channels, a tile of K all slices of some blocks.
 #pragma once
 
 #include "config.h"
 #include "../params.h"
 #include "../ptx/cp_async.h"
+#include "../ptx/flag.h"
 #include "quantize.h"
 #include "dsmem.h"
 #include "packed.h"
@@ -22,7 +23,7 @@ constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(RUN == BLOCKS * GROUP);
 static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
-// Whether heads may be longer than a cluster can hold. Then a cluster has one token chunk.
+// Whether heads may be longer than a cluster can hold. Then a CTA has one tile of one token chunk.
 template <QuantizeConfig C>
 constexpr bool IS_LONG = C.token_chunks == 1;
 
@@ -43,9 +44,26 @@ struct ChunkStats {
 };
 static_assert(sizeof(ChunkStats) == CHUNK_STATS_BYTES);
 
+// A tile, and what its elements are quantized by.
+struct alignas(128) TileStorage {
+  TokenChunkTile tile;
+  alignas(16) float key_mean[MOST_SLICES * CHANNELS];
+  uint4 nonfinite[MOST_SLICES][BLOCKS];     // per slice STEPS words, with one bit per lane: tokens whose keys become NaN
+  float shift[CHANNELS], factor[CHANNELS];  // V's means and inverse scales
+  float of_warps[WARPS][BLOCKS];            // largest magnitudes of K's rows of a warp, per 64 channels
+};
+
+// Moments of a token chunk of V, of which a CTA has one slice.
+struct MomentsStorage {
+  Moments warps[WARPS];
+  Moments token_chunk;
+  uint4 nonfinite[BLOCKS];
+};
+
+// Of a CTA of a cluster: `tile` has key_mean and nonfinite from all CTAs, this one included.
 template <QuantizeConfig C>
 struct alignas(128) QuantizeStorage {
-  TokenChunkTile tile;
+  TileStorage tile;
   union {
     struct {
       Moments warps[WARPS];
@@ -55,20 +73,19 @@ struct alignas(128) QuantizeStorage {
     // channels of the slice.
     float sampled[LANES * CHANNELS];
   };
-  // received from CTAs of the cluster, this one included
-  alignas(16) float key_mean[CHANNELS];
-  uint4 nonfinite[MOST_SLICES][BLOCKS];  // per slice STEPS words, with one bit per lane: tokens whose keys become NaN
-  alignas(16) float largest[MOST_SLICES][BLOCKS];  // largest magnitudes of K's blocks, per slice
   // sent to CTAs of the cluster
   struct {
     Moments token_chunk;
     alignas(16) float key_mean[CHANNELS];
     uint4 nonfinite[BLOCKS];
   } own;
-  float shift[CHANNELS], factor[CHANNELS];  // V's means and inverse scales
-  float of_warps[WARPS][BLOCKS];            // largest magnitudes of K's blocks, per warp
-  uint64_t stats_full, largest_full;
+  uint64_t stats_full;
 };
+
+template <QuantizeConfig C>
+  requires IS_LONG<C>
+struct QuantizeStorage<C> : TileStorage {};
+
 // With two token chunks or more, `sampled` stays within `warps`. It must not overlap `token_chunks`, into which other
 // CTAs may already store.
 static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
@@ -205,21 +222,12 @@ __device__ inline void wait_for_block(int n) {
   }
 }
 
-// Sends the non-finite tokens of this slice to all slices of the token chunk.
-template <QuantizeConfig C>
-__device__ void broadcast_nonfinite(QuantizeStorage<C>& shared, const ClusterCoord& coord, uint64_t* barrier) {
-  const int slice = threadIdx.x / BLOCKS, n = threadIdx.x % BLOCKS;
-  if (slice < coord.slices) send(coord, coord.rank_of(coord.token_chunk, slice), &shared.nonfinite[coord.slice][n], shared.own.nonfinite[n], barrier);
-}
-
-// Whether some tokens of the token chunk don't exist, or are non-finite in one of the slices first ... end - 1.
-template <QuantizeConfig C>
-__device__ bool is_careful(const QuantizeStorage<C>& shared, const ClusterCoord& coord, int first, int end) {
-  bool nonfinite = false;
-#pragma unroll 1
-  for (int slice = first; slice < end; ++slice)
-    for (int n = 0; n < BLOCKS; ++n) nonfinite |= any(shared.nonfinite[slice][n]);
-  return coord.count < TOKEN_CHUNK || nonfinite;
+// Says that a CTA has written what it had to of its head.
+__device__ inline void say_done(const QuantizeParams& p, const ClusterCoord& coord) {
+  if (p.ready == nullptr) return;
+  ptx::fence_proxy_async_all();  // the attention kernel reads the tensors by TMA
+  __syncthreads();
+  if (threadIdx.x == 0) ptx::add_release(&p.ready[coord.pair], 1);
 }
 
 }  // namespace fp8attn

@@ -94,48 +94,21 @@ struct ChunkMoments {
   }
 };
 
-// Measures V's tile as it arrives. Non-finite elements become NaN in the tile, and their tokens go to own.nonfinite.
-template <QuantizeConfig C, typename T>
-__device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Mine& mine) {
-  ChunkMoments<T> found;
-#pragma unroll 1
-  for (int n = 0; n < BLOCKS; ++n) {
-    wait_for_block(n);
-    if ((n + 1) * KEYS <= coord.count) {
-#pragma unroll
-      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), true);
-    } else {
-#pragma unroll
-      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(shared.tile, n, i), mine.token(n, i) < coord.count);
-    }
-  }
-  if (!found.is_finite()) {
-    found = ChunkMoments<T>();
-#pragma unroll 1
-    for (int i = 0; i < STEPS && mine.token(0, i) < coord.count; ++i) {
-      uint4& words = mine.at(shared.tile, i / OF_BLOCK, i % OF_BLOCK);
-      const uint4 bad = not_finite<T>(words);
-      found.add_finite(words, bad);
-      if (!any(bad)) continue;
-      words = words | bad;
-      atomicOr(reinterpret_cast<uint32_t*>(shared.own.nonfinite) + i, 1u << mine.lane);
-    }
-  }
+// Moments of a slice of a token chunk, from those of all threads.
+template <typename T>
+__device__ void join_moments(Moments (&warps)[WARPS], Moments& token_chunk, ChunkMoments<T>& found, int chunk) {
   // the order of quantization.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
   found.join(16);
   found.join(8);
-  __syncthreads();  // `warps` overlaps `sampled`, which has been read
-  Moments* warps = shared.values.warps;
   if (threadIdx.x % 32 < CHUNKS) {
     Moments& of_warp = warps[threadIdx.x / 32];
-    float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * mine.chunk]);
+    float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * chunk]);
     sum[0] = {found.sum[0], found.sum[1], found.sum[2], found.sum[3]}, sum[1] = {found.sum[4], found.sum[5], found.sum[6], found.sum[7]};
-    reinterpret_cast<uint4*>(of_warp.low)[mine.chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
-    reinterpret_cast<uint4*>(of_warp.high)[mine.chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
+    reinterpret_cast<uint4*>(of_warp.low)[chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
+    reinterpret_cast<uint4*>(of_warp.high)[chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
   }
   __syncthreads();
   static_assert(WARPS == 8 && CHANNELS + 2 * WORDS <= THREADS);
-  Moments& token_chunk = shared.own.token_chunk;
   const int word = threadIdx.x % WORDS;
   if (threadIdx.x < CHANNELS) {
     const auto sum_of = [&](int warp) { return warps[warp].sum[threadIdx.x]; };
@@ -151,6 +124,72 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   }
   __syncthreads();
 }
+
+// Measures V's tile as it arrives. Non-finite elements become NaN in the tile, and their tokens go to own.nonfinite.
+template <QuantizeConfig C, typename T>
+__device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Mine& mine) {
+  TokenChunkTile& tile = shared.tile.tile;
+  ChunkMoments<T> found;
+#pragma unroll 1
+  for (int n = 0; n < BLOCKS; ++n) {
+    wait_for_block(n);
+    if ((n + 1) * KEYS <= coord.count) {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), true);
+    } else {
+#pragma unroll
+      for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), mine.token(n, i) < coord.count);
+    }
+  }
+  if (!found.is_finite()) {
+    found = ChunkMoments<T>();
+#pragma unroll 1
+    for (int i = 0; i < STEPS && mine.token(0, i) < coord.count; ++i) {
+      uint4& words = mine.at(tile, i / OF_BLOCK, i % OF_BLOCK);
+      const uint4 bad = not_finite<T>(words);
+      found.add_finite(words, bad);
+      if (!any(bad)) continue;
+      words = words | bad;
+      atomicOr(reinterpret_cast<uint32_t*>(shared.own.nonfinite) + i, 1u << mine.lane);
+    }
+  }
+  __syncthreads();  // `warps` overlaps `sampled`, which has been read
+  join_moments<T>(shared.values.warps, shared.own.token_chunk, found, mine.chunk);
+}
+
+// What a thread measures of global memory: one chunk of tokens that lie `step` apart.
+template <typename T>
+struct Measured {
+  const T* from;
+  int64_t step;
+  int count;  // of STEPS tokens, the others don't exist
+
+  // Measures a slice. Non-finite tokens go to `nonfinite`.
+  __device__ void operator()(MomentsStorage& shared, const Mine& mine) const {
+    constexpr int at_once = STEPS / 2;
+    ChunkMoments<T> found;
+#pragma unroll 1
+    for (int first = 0; first < STEPS; first += at_once) {
+      uint4 words[at_once];
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
+#pragma unroll
+      for (int i = 0; i < at_once; ++i) found.add(words[i], first + i < count);
+    }
+    if (!found.is_finite()) {
+      found = ChunkMoments<T>();
+#pragma unroll 1
+      for (int i = 0; i < count; ++i) {
+        const uint4 bad = not_finite<T>(at(i));
+        found.add_finite(at(i), bad);
+        if (any(bad)) atomicOr(reinterpret_cast<uint32_t*>(shared.nonfinite) + i, 1u << mine.lane);
+      }
+    }
+    join_moments<T>(shared.warps, shared.token_chunk, found, mine.chunk);
+  }
+
+  __device__ uint4 at(int i) const { return *reinterpret_cast<const uint4*>(from + i * step); }
+};
 
 // Mean (.x) and scale (.y) of a channel of V, from its sums over LANES or fewer lanes of token chunks and its extremes.
 template <int N>
@@ -185,7 +224,7 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
   }
   // token chunks are the lanes of quantization.lane_sum; chunks that don't exist add zeros
   const float2 found = mean_and_scale(coord.inverse_length(p), sum, low, high);
-  shared.shift[channel] = found.x, shared.factor[channel] = __fdiv_rn(1.0f, found.y);
+  shared.tile.shift[channel] = found.x, shared.tile.factor[channel] = __fdiv_rn(1.0f, found.y);
   if (coord.token_chunk != 0) return;
   p.v_mean[coord.channel() + channel] = found.x;
   p.v_scale[coord.channel() + channel] = found.y;
@@ -194,8 +233,8 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
 // Writes V's codes, transposed, with keys in the order of layout.key_of_slot. A warp has one chunk of channels. A
 // thread has one word of that chunk and the tokens of one run. The codes of a group of tokens are 16 bytes of each
 // channel. CAREFUL: some tokens are non-finite or don't exist.
-template <bool CAREFUL, QuantizeConfig C, typename T>
-__device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& shared, const ClusterCoord& coord) {
+template <bool CAREFUL, typename T>
+__device__ void write_values(const QuantizeParams& p, const TileStorage& shared, const ClusterCoord& coord) {
   static_assert(TOKEN_CHUNK == 8 * RUN);
   const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
   const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
@@ -222,6 +261,13 @@ __device__ void write_values(const QuantizeParams& p, const QuantizeStorage<C>& 
 #pragma unroll
     for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = of_channel[c];
   }
+}
+
+// Whether some tokens of the token chunk don't exist, or are non-finite in its slice of V.
+__device__ inline bool is_careful(const TileStorage& shared, const ClusterCoord& coord) {
+  bool nonfinite = false;
+  for (int n = 0; n < BLOCKS; ++n) nonfinite |= any(shared.nonfinite[coord.slice][n]);
+  return coord.count < TOKEN_CHUNK || nonfinite;
 }
 
 }  // namespace fp8attn

@@ -16,9 +16,9 @@ bool run(const QuantizeParams& p, int ctas) {
   if constexpr (IS_LONG<Instance::config>) {
     constexpr bool packed = Instance::config.packed;
     const int of_heads = packed ? p.sequences * p.heads * slices : ctas / token_chunks;
-    return (p.step == QuantizeStep::write || cta::run(measure_kv<Instance, T>, p, ctas, THREADS, 1, 100)) &&
+    return (p.step == QuantizeStep::write || cta::run(measure_kv<Instance, T>, p, ctas + (p.step == QuantizeStep::all) * of_heads, THREADS, 1, 100)) &&
            (p.step != QuantizeStep::all || cta::run(finish_kv<packed, T>, p, of_heads, CHANNELS + 32, 1, 100)) &&
-           (p.step == QuantizeStep::measure || cta::run(write_kv<Instance, INT8, T>, p, ctas, THREADS, slices, 100));
+           (p.step == QuantizeStep::measure || cta::run(write_kv<Instance, INT8, T>, p, 2 * ctas, THREADS, 1, 100));
   } else {
     return cta::run(quantize_kv<Instance, INT8, T>, p, ctas, THREADS, slices * token_chunks, 100);
   }
