@@ -43,9 +43,11 @@ class PageTable:
         """Pages that no sequence holds."""
         return len(self._free)
 
-    def batch(self, counts: torch.Tensor | None = None, max_length: int | None = None, cu_seqlens: torch.Tensor | None = None) -> PagedBatch:
+    def batch(
+        self, counts: torch.Tensor | None = None, max_length: int | None = None, cu_seqlens: torch.Tensor | None = None, max_count: int | None = None
+    ) -> PagedBatch:  # fmt: skip
         """All sequences as a batch, with the tensors of this object: later changes show in it."""
-        return PagedBatch(self.table, self.lengths, counts, None, max_length, cu_seqlens)
+        return PagedBatch(self.table, self.lengths, counts, None, max_length, cu_seqlens, max_count)
 
     def reserve(self, sequence: int, length: int) -> None:
         """Give a sequence the pages that it needs to grow to a length. A page is needed when it becomes complete.

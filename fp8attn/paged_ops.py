@@ -169,14 +169,13 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
     Raises:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
-    reasons = []
-    if call.batch.cu_seqlens is not None:
-        reasons.append(f"query has shape {tuple(call.q.shape)}; packed queries are Triton's")
+    reasons: list[str] = []
+    packed = call.batch.cu_seqlens is not None
     kernels = (
         ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), _unsupported_decode),
-        ("prefill", True, prefill.is_faster(call.q), unsupported_prefill),
+        ("prefill", not packed, not packed and prefill.is_faster(call.q), unsupported_prefill),
     )
-    for name, may_run, is_faster, unsupported in () if reasons else kernels:
+    for name, may_run, is_faster, unsupported in kernels:
         if not may_run:
             continue
         reason = unsupported(call) if backend == "cuda" or is_faster else f"the {name} kernel is slower than Triton's in a call like this"
@@ -264,10 +263,11 @@ def _append_by(backend: str):
 def _attend_by(backend: str):
     def attend(
         query: torch.Tensor, key: MaybeTensor, value: MaybeTensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor,
-        counts: MaybeTensor, sequences: MaybeTensor, cu_seqlens: MaybeTensor, max_length: int | None, rotate: Rotation, softmax_scale: float,
-        out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0, sinks: MaybeTensor = None,
+        counts: MaybeTensor, sequences: MaybeTensor, cu_seqlens: MaybeTensor, max_length: int | None, max_count: int | None,
+        rotate: Rotation, softmax_scale: float, out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0,
+        sinks: MaybeTensor = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, max_length, cu_seqlens)
+        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, max_length, cu_seqlens, max_count)
         validate.check_storage(cache)
         validate.check_batch(batch, cache.k.device)
         validate.check_queries(query, batch, cache)
@@ -299,7 +299,7 @@ def _fake_append(key, value, storage, page_table, lengths, counts, sequences, cu
 
 
 def _fake_attend(
-    query, key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, max_length, rotate, softmax_scale, out_dtype,
+    query, key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, max_length, max_count, rotate, softmax_scale, out_dtype,
     window=CAUSAL_WINDOW, softcap=0.0, sinks=None,
 ):  # fmt: skip
     out, lse = empty_answer(query, Storage.of(storage).v.shape[3])
@@ -318,7 +318,7 @@ for _name in BACKENDS["append"]:
 
 for _name in BACKENDS["attention"]:
     register(
-        f"{_name}_paged_attention(Tensor query, Tensor? key, Tensor? value, Tensor[] storage, {_BATCH}, int? max_length, int rotate,"
+        f"{_name}_paged_attention(Tensor query, Tensor? key, Tensor? value, Tensor[] storage, {_BATCH}, int? max_length, int? max_count, int rotate,"
         " float softmax_scale, ScalarType out_dtype, int[2] window=[-1, 0], float softcap=0., Tensor? sinks=None) -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,

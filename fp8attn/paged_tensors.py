@@ -177,7 +177,9 @@ def attend(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
     """
     out, lse = empty_answer(q, cache.v.shape[3])
     for index, row in enumerate(batch.rows(tokens_of(q), batch.lengths.shape[0])):
-        if row.count > 0:
+        if row.count > 0 and row.sequence is None:
+            row.part(out, index)[:], row.part_of_lse(lse, index)[:] = torch.nan, torch.nan
+        elif row.count > 0:
             capacity = len(row.page_numbers) * cache.page
             tokens = _tokens(cache, index, row, min(row.length, capacity), q.shape[1])
             row.part(out, index)[:], row.part_of_lse(lse, index)[:] = _attend_row(row.part(q, index), tokens, row, capacity, (cache.k.dtype, how))

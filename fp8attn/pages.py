@@ -154,6 +154,8 @@ class PagedBatch:
         cu_seqlens: int32 (B + 1), contiguous: a call's tokens are packed, (T, H, D) instead of (B, H, S, D). Row b has
             the tokens cu_seqlens[b] to cu_seqlens[b + 1] - 1, which are the sequence's last ones. It begins with 0 and
             never falls. Tokens from the last number on are no row's. `counts` must be None with it.
+        max_count: no row has more packed tokens of a call; one that has gets NaN. The CUDA kernels for few queries need
+            it to take packed ones. None: any number.
     """
 
     page_table: torch.Tensor
@@ -162,6 +164,17 @@ class PagedBatch:
     sequences: torch.Tensor | None = None
     max_length: int | None = None
     cu_seqlens: torch.Tensor | None = None
+    max_count: int | None = None
+
+    @property
+    def limits(self) -> tuple[int | None, int | None]:
+        """max_length and max_count."""
+        return self.max_length, self.max_count
+
+    def most_queries(self, q: torch.Tensor) -> int:
+        """The largest number of queries of a row, of q (B, Hq, S, D) or packed (T, Hq, D)."""
+        most = tokens_of(q)
+        return most if self.cu_seqlens is None or self.max_count is None else min(most, self.max_count)
 
     @property
     def most_pages(self) -> int:
@@ -183,9 +196,10 @@ class PagedBatch:
             begins, counts = edges[:-1], [max(end - begin, 0) for begin, end in itertools.pairwise(edges)]
         numbers = [*range(batch)] if self.sequences is None else self.sequences.tolist()
         found = []
+        most = math.inf if self.cu_seqlens is None or self.max_count is None else self.max_count
         for row in range(batch):
             end = max(lengths[row], 0)
-            sequence = numbers[row] if 0 <= numbers[row] < sequences else None
+            sequence = numbers[row] if 0 <= numbers[row] < sequences and counts[row] <= most else None
             found.append(Row(sequence, end, max(min(counts[row], length, end), 0), self.page_table[row].tolist(), begins[row]))
         return found
 

@@ -613,6 +613,9 @@ def check_batch(batch: object, device: torch.device) -> None:
             raise ValueError("counts and cu_seqlens are given; one of them must be None")
     if batch.max_length is not None and (not isinstance(batch.max_length, int) or batch.max_length < 0):
         raise ValueError(f"max_length is {batch.max_length!r}; it must be None or an int of at least 0")
+    if batch.max_count is not None and (type(batch.max_count) is not int or batch.max_count < 1 or cu_seqlens is None):
+        given = "" if cu_seqlens is None else " with cu_seqlens"
+        raise ValueError(f"max_count is {batch.max_count!r}{given}; it must be None, or an int of at least 1 with cu_seqlens")
 
 
 def check_numbers_of_batch(batch: PagedBatch, length: int, sequences: int, num_pages: int) -> None:
@@ -623,6 +626,8 @@ def check_numbers_of_batch(batch: PagedBatch, length: int, sequences: int, num_p
         if edges[0] != 0 or edges != sorted(edges) or edges[-1] > length:
             raise ValueError(f"cu_seqlens is {edges}; it must begin with 0, never fall, and end with at most {length}")
         counts = [end - begin for begin, end in itertools.pairwise(edges)]
+        if batch.max_count is not None and max(counts, default=0) > batch.max_count:
+            raise ValueError(f"cu_seqlens is {edges}; with max_count {batch.max_count} no row may have more tokens")
     most = len(table[0]) * PAGE + PAGE - 1 if table else 0
     most = most if batch.max_length is None else min(most, batch.max_length)
     for row, of_row in enumerate(lengths):

@@ -421,20 +421,30 @@ void encode_matrix(CUtensorMap& map, const Tensor& x, int64_t rows, int64_t byte
   STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box), "no tensor map for shape ", text(x.sizes()));
 }
 
-// The parameters that both decode kernels have, of queries (B, Hq, Sq, D). `part`: channels that are rotated together.
-// `batch`: the page table, lengths, counts and sequences of pages.PagedBatch.
+// The parameters that both decode kernels have, of queries (B, Hq, Sq, D) or packed ones (T, Hq, D). `most`: the most
+// queries of a row of the batch. `part`: channels that are rotated together. `batch`: the page table, lengths, counts,
+// sequences and cu_seqlens of pages.PagedBatch.
 // `results`: the output, its LSE, memory for partial results, and tickets.
-fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, int64_t kv_heads, const Operands& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(batch.size() == 4 && batch[0] && batch[1] && results.size() == 5, "a decode kernel takes 4 tensors of a batch and 5 results");
+fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part, double softmax_scale, const Tensor& q, int64_t kv_heads, const Operands& batch,
+                                       const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(batch.size() == 5 && batch[0] && batch[1] && results.size() == 5, "a decode kernel takes 5 tensors of a batch and 5 results");
   fp8attn::DecodeParams p = {};
   p.q = q.const_data_ptr();
   p.page_table = address_of<int>(batch[0]), p.lengths = address_of<int>(batch[1]), p.counts = address_of<int>(batch[2]), p.sequences = address_of<int>(batch[3]);
+  p.cu_seqlens = address_of<int>(batch[4]);
   p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
   p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
   p.tickets = results[4].mutable_data_ptr<int>();
-  copy_strides(p.q_strides, q);
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
-  p.batches = q.size(0), p.q_heads = q.size(1), p.kv_heads = kv_heads, p.q_length = q.size(2);
+  p.batches = batch[0]->size(0), p.q_heads = q.size(1), p.kv_heads = kv_heads, p.q_length = most;
+  if (p.cu_seqlens == nullptr) {
+    copy_strides(p.q_strides, q);
+    p.out_strides[0] = p.lse_strides[0] = q.size(1) * q.size(2), p.out_strides[1] = p.lse_strides[1] = q.size(2), p.out_strides[2] = 1;
+  } else {
+    p.tokens = q.size(0);
+    p.q_strides[1] = q.stride(1), p.q_strides[2] = q.stride(0);
+    p.out_strides[1] = 1, p.out_strides[2] = q.size(1), p.lse_strides[1] = q.size(0);
+  }
   p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
   p.ctas = ctas, p.part_height = results[2].size(1);
   const int tiles = p.batches * p.kv_heads;
@@ -447,14 +457,14 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t part, double softma
   return p;
 }
 
-// Attends to a KV cache with few queries. `storage`: the tensors of pages.Storage. `part`, `batch`, `results`: as of
-// decode_params_of.
-void decode(int64_t launcher, int64_t ctas, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
+// Attends to a KV cache with few queries. `storage`: the tensors of pages.Storage. `most`, `part`, `batch`, `results`:
+// as of decode_params_of.
+void decode(int64_t launcher, int64_t ctas, int64_t most, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
             const std::vector<Tensor>& results) {
   STD_TORCH_CHECK(storage.size() == 10, "decode takes 10 tensors of a cache");
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
-  const int64_t dim = q.size(3);
-  fp8attn::DecodeParams p = decode_params_of(ctas, part, softmax_scale, q, k.size(1), batch, results);
+  const int64_t dim = k.size(3);
+  fp8attn::DecodeParams p = decode_params_of(ctas, most, part, softmax_scale, q, k.size(1), batch, results);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
@@ -482,12 +492,12 @@ void encode_slots(CUtensorMap& map, const Tensor& x, int64_t rows) {
 }
 
 // Attends to the KV cache of another engine with few queries. `numbers`: those of decode_tensors.numbers_of. `cache`:
-// K, V, their scales, and sinks. `batch`, `results`: as of decode_params_of.
-void decode_tensors(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q, const Operands& cache,
+// K, V, their scales, and sinks. `most`, `batch`, `results`: as of decode_params_of.
+void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q, const Operands& cache,
                     const Operands& batch, const std::vector<Tensor>& results) {
   STD_TORCH_CHECK(numbers.size() == 13 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 13 numbers and 5 tensors of a cache");
   const Tensor &k = *cache[0], &v = *cache[1];
-  fp8attn::DecodeParams p = decode_params_of(ctas, 0, softmax_scale, q, k.size(2), batch, results);
+  fp8attn::DecodeParams p = decode_params_of(ctas, most, 0, softmax_scale, q, k.size(2), batch, results);
   p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.softcap = softcap;
   std::copy_n(&numbers[5], 4, p.k_scale_strides);
   std::copy_n(&numbers[9], 4, p.v_scale_strides);
@@ -662,10 +672,10 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
   define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
 
-  define("decode(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+  define("decode(int launcher, int ctas, int most, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define(
-      "decode_tensors(int launcher, int ctas, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+      "decode_tensors(int launcher, int ctas, int most, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 

@@ -66,7 +66,9 @@ __device__ void prefetch_tile(const DecodeParams& p, const DecodeTiles<HEIGHT>& 
   }
 #pragma unroll 1
   for (int i = lane; i < tile.height(p); i += 32) {
-    const T* q = query_at<T>(p, tile.batch, QueryRow(p, tile.row, tile.kv_head, tile.first_row() + i));
+    const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + i);
+    if (!row.exists) continue;
+    const T* q = query_at<T>(p, tile.batch, row);
     for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
   }
 }
@@ -148,13 +150,14 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
   for (int group = 0; group < GROUPS; ++group) {
     // a lane and the one of the next channel exchange what they have of one of their queries
     const int mine = QUERY_GROUP * group + f.column + odd;
-    const bool nonfinite = shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine], exists = mine < tile.height(p);
+    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+    const bool nonfinite = shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
     const float l = nonfinite ? NAN : odd ? rows.l[group][1] : rows.l[group][0], m = odd ? rows.m[group][1] : rows.m[group][0];
     const float weight = !complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
-    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).index(p, tile.batch), part = int64_t(place) * p.part_height + mine;
-    if (f.row < 2 && exists) {
+    const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
+    if (f.row < 2 && query.exists) {
       if (complete)
-        p.lse[index] = (m + log2f(l)) / LOG2E;
+        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
       else
         *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
     }
@@ -166,9 +169,9 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
         const float kept = (odd ? of[1] : of[0]) * weight, other = __shfl_xor_sync(~0u, odd ? of[0] : of[1], 4) * weight;
         const float a = odd ? other : kept, b = odd ? kept : other;
         const int channel = WGMMA_ROWS * t + f.row - odd + 8 * h;
-        if (!exists) continue;
+        if (!query.exists) continue;
         if (complete)
-          store_pair(p, index * DIM + channel, a, b);
+          store_pair(p, row * DIM + channel, a, b);
         else
           *reinterpret_cast<float2*>(p.parts + part * DIM + channel) = {a, b};
       }

@@ -27,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes at multiples of which rows of queries start."""
 
-TILE_BYTES = 60
+TILE_BYTES = 68
 """sizeof(DecodeTiles)."""
 
 
@@ -99,14 +99,14 @@ def group(config: DecodeConfig) -> tuple[DecodeConfig, ...]:
     return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
 
 
-def rows_of_head(q: torch.Tensor, kv_heads: int) -> int:
-    """Rows of a key/value head: the queries of all heads that share it."""
-    return q.shape[1] // kv_heads * q.shape[2]
+def rows_of_head(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
+    """Rows of a key/value head: the queries of all heads that share it, of a row of the batch that has the most."""
+    return q.shape[1] // kv_heads * batch.most_queries(q)
 
 
-def row_tiles(q: torch.Tensor, kv_heads: int, tile_rows: int) -> int:
+def row_tiles(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
     """Tiles of rows of a key/value head."""
-    return -(-rows_of_head(q, kv_heads) // tile_rows)
+    return -(-rows_of_head(q, kv_heads, batch) // TILE_ROWS)
 
 
 def choose(storage: Storage) -> DecodeConfig:
@@ -120,16 +120,16 @@ def ctas_of(config: DecodeShape, device: Device) -> int:
     return config.ctas * device.sm_count
 
 
-def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int) -> int:
+def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
     """Rows of a tile that partial results have room for."""
-    return min(rows_of_head(q, kv_heads), config.rows)
+    return min(rows_of_head(q, kv_heads, batch), config.rows)
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
     and with few rows."""
-    pages = q.shape[0] * storage.k.shape[1] * batch.page_table.shape[1]
-    return pages <= MOST_PAGES or rows_of_head(q, storage.k.shape[1]) <= 2 * GROUP
+    pages = batch.page_table.numel() * storage.k.shape[1]
+    return pages <= MOST_PAGES or rows_of_head(q, storage.k.shape[1], batch) <= 2 * GROUP
 
 
 def unsupported_rows(name: str, x: torch.Tensor) -> str | None:
@@ -140,7 +140,9 @@ def unsupported_rows(name: str, x: torch.Tensor) -> str | None:
     return None
 
 
-def unsupported_queries(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], kv_heads: int, softmax_scale: float, device: Device) -> str | None:
+def unsupported_queries(
+    q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], kv_heads: int, batch: PagedBatch, softmax_scale: float, device: Device
+) -> str | None:  # fmt: skip
     """The reason why neither decode kernel supports queries, or None.
 
     Args:
@@ -155,20 +157,24 @@ def unsupported_queries(q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], 
         return f"head dims are {sorted(dims)}; it takes one of {[*HEAD_DIMS]} for keys and values"
     if not softmax_scale > 0:
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
-    if q.numel() == 0 or row_tiles(q, kv_heads, TILE_ROWS) > MOST_ROW_TILES:
-        return f"query has shape {tuple(q.shape)}; it takes 1 to {MOST_ROW_TILES * TILE_ROWS} queries of the heads that share a key/value head"
+    if batch.cu_seqlens is not None and batch.max_count is None:
+        return "batch.max_count is None; of packed queries it must be told the most of a row"
+    if q.numel() == 0 or row_tiles(q, kv_heads, batch) > MOST_ROW_TILES:
+        most = f"{batch.most_queries(q)} of a row of the batch"
+        return f"query has shape {tuple(q.shape)}, {most}; it takes 1 to {MOST_ROW_TILES * TILE_ROWS} of the heads that share a key/value head"
     return unsupported_rows("query", q)
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
-    reason = unsupported_queries(q, (storage.k, storage.v), storage.k.shape[1], softmax_scale, device)
+    kv_heads, rows = storage.k.shape[1], batch.page_table.shape[0]
+    reason = unsupported_queries(q, (storage.k, storage.v), kv_heads, batch, softmax_scale, device)
     if reason is not None:
         return reason
-    if q.shape[0] > storage.k.shape[0]:
-        return f"the batch has {q.shape[0]} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
-    sizes = (storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3]), storage.k.shape[0] * storage.k.shape[1] * storage.k.shape[2])
-    blocks = q.shape[0] * storage.k.shape[1] * row_tiles(q, storage.k.shape[1], TILE_ROWS) * (batch.page_table.shape[1] + 8)
-    if max(*sizes, blocks, q.shape[0] * q.shape[1] * q.shape[2]) >= 1 << 31:
+    if rows > storage.k.shape[0]:
+        return f"the batch has {rows} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
+    sizes = (storage.pages.k.shape[0] * kv_heads * max(PAGE, q.shape[-1]), storage.k.shape[0] * kv_heads * storage.k.shape[2])
+    blocks = rows * kv_heads * row_tiles(q, kv_heads, batch) * (batch.page_table.shape[1] + 8)
+    if max(*sizes, blocks, q.numel()) >= 1 << 31:
         return f"the cache has {sizes[0]} rows of keys, and the call {blocks} blocks; it takes fewer than 2^31"
     return None

@@ -128,14 +128,15 @@ __device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>&
   shared.exchange.template sum<GROUPS>(rows.l, f);
   Rows::for_queries([&](int group, int r) {
     const int mine = QUERY_GROUP * group + f.column + r;
-    if (mine >= tile.height(p)) return;
+    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+    if (!query.exists) return;
     const bool nonfinite = C.fp8 && shared.seen[mine].y >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
     const float l = nonfinite ? NAN : rows.l[group][r], m = rows.m[group][r];
     const float weight = restore * (!complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l);
-    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).index(p, tile.batch), part = int64_t(place) * p.part_height + mine;
+    const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
     if (threadIdx.x < 4) {
       if (complete)
-        p.lse[index] = (m + log2f(l)) / LOG2E;
+        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
       else
         *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
     }
@@ -143,7 +144,7 @@ __device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>&
     for (int t = 0; t < Rows::TILES; ++t) {
       const float a = rows.o[t][4 * group + r] * weight, b = rows.o[t][4 * group + 2 + r] * weight;
       if (complete)
-        store_pair(p, index * DIM + channel + 2 * t, a, b);
+        store_pair(p, row * DIM + channel + 2 * t, a, b);
       else
         *reinterpret_cast<float2*>(p.parts + part * DIM + channel + 2 * t) = {a, b};
     }

@@ -12,12 +12,12 @@ from ..paged_tensors import KEY_BLOCK, PagedTensors, by_token, capacity_of, coun
 from ..pages import PagedBatch
 from ..reference import Scoring
 from .configs import round_up
-from .decode import E4M3_INSTANCES, TILE_ROWS, WARP, DecodeShape, row_tiles, unsupported_queries, unsupported_rows
+from .decode import E4M3_INSTANCES, WARP, DecodeShape, row_tiles, unsupported_queries, unsupported_rows
 
 LEAST_COPY = 8
 """Tokens of the smallest page: fewer rows have another swizzle."""
 
-TILE_BYTES = 56
+TILE_BYTES = 64
 """sizeof(DecodeTiles) of this kernel."""
 
 
@@ -95,9 +95,7 @@ def numbers_of(cache: PagedTensors, batch: PagedBatch, how: Scoring) -> list[int
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call, or None if it does."""
-    if batch.cu_seqlens is not None:
-        return f"query has shape {tuple(q.shape)}; packed queries are Triton's"
-    reason = unsupported_queries(q, (cache.k, cache.v), cache.kv_heads, how.softmax_scale, device)
+    reason = unsupported_queries(q, (cache.k, cache.v), cache.kv_heads, batch, how.softmax_scale, device)
     if reason is not None:
         return reason
     if not cache.is_fp8 and cache.k.dtype != q.dtype:
@@ -112,7 +110,7 @@ def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
             return reason
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             return f"{name} has strides {x.stride()}; it takes slots that are apart"
-    blocks = q.shape[0] * cache.kv_heads * row_tiles(q, cache.kv_heads, TILE_ROWS) * (capacity_of(cache, batch) // KEY_BLOCK + 2)
-    if max(blocks, q.shape[0] * q.shape[1] * q.shape[2], cache.k.shape[0]) >= 1 << 31:
+    blocks = batch.page_table.shape[0] * cache.kv_heads * row_tiles(q, cache.kv_heads, batch) * (capacity_of(cache, batch) // KEY_BLOCK + 2)
+    if max(blocks, q.numel(), cache.k.shape[0]) >= 1 << 31:
         return f"the call has {blocks} blocks of keys; it takes fewer than 2^31"
     return None

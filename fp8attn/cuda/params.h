@@ -196,7 +196,7 @@ struct DecodeParams {
   CUtensorMap k_map, v_map, recent_k_map, recent_v_map;
   const void *k, *v, *recent_k, *recent_v;  // what they describe
 
-  const void* q;  // (B, Hq, Sq, D) of bfloat16 or half; rows start at multiples of 16 bytes
+  const void* q;  // (B, Hq, Sq, D) of bfloat16 or half, or packed (T, Hq, D); rows start at multiples of 16 bytes
 
   const float* k_scale;       // (P, Hkv), contiguous, as all tensors below but the page table
   const float* v_page_scale;  // (P, Hkv)
@@ -207,15 +207,19 @@ struct DecodeParams {
   const int* lengths;         // (B)
   const int* counts;          // (B); or null: q_length
   const int* sequences;       // (B); or null: 0 ... B - 1
-  void* out;                  // (B, Hq, Sq, D)
-  float* lse;                 // (B, Hq, Sq)
+  const int* cu_seqlens;      // (B + 1), of packed queries; or null
+  void* out;                  // (B, Hq, Sq, D), or (T, Hq, D)
+  float* lse;                 // (B, Hq, Sq), or (Hq, T)
   float* parts;               // (2 * ctas, rows of a tile, D): partial outputs
   float* part_rows;           // (2 * ctas, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
   int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 10 bits a row tile
 
-  int64_t q_strides[3], table_stride;
+  // Over rows of the batch, heads and queries. Packed queries count from the first row's on: theirs over rows are 0.
+  int64_t q_strides[3], out_strides[3], lse_strides[2];  // those of the output in rows of D
+  int64_t table_stride;
 
-  int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;
+  int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;  // q_length: the most of a row
+  int tokens;  // T, of packed queries
   int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
   int ctas, part_height;  // of the grid; rows of a tile in parts
   // If all rows of the batch have as many blocks: how many tiles as many CTAs have. One of the two is 1.

@@ -345,7 +345,7 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     `decode.unsupported_call` must return None for the call.
 
     Returns:
-        out (B, Hq, S, D) and LSE (B, Hq, S).
+        out (B, Hq, S, D) and LSE (B, Hq, S); of packed queries (T, Hq, D) and (Hq, T).
 
     Raises:
         BuildError: the kernel can't be compiled here.
@@ -353,14 +353,20 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     q, storage = call.q, call.storage
     config = decode.choose(storage)
     library = build.load_with(config, decode.group(config), device.arch)
-    ctas, height, dim = decode.ctas_of(config, device), decode.part_height(config, q, storage.k.shape[1]), q.shape[3]
-    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
-    parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (dim, 2))
+    ctas, most, dim = decode.ctas_of(config, device), call.batch.most_queries(q), q.shape[-1]
+    out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, storage.k.shape[1], call.batch), out_dtype)
     library.operators.decode.default(
-        library.launchers[config], ctas, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(), list(call.batch.tensors()[:4]),
-        [out, lse, parts, part_rows, storage.tickets],
+        library.launchers[config], ctas, most, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(),
+        list(call.batch.tensors()), [out, lse, *parts, storage.tickets],
     )  # fmt: skip
     return out, lse
+
+
+def _decoded(q: torch.Tensor, ctas: int, height: int, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """What a decode kernel writes: output, LSE, and two tensors of partial results, of `height` rows of a tile."""
+    of_rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
+    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(of_rows, dtype=torch.float32)
+    return out, lse, *(q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (q.shape[-1], 2))
 
 
 def attend_to_tensors(
@@ -371,20 +377,19 @@ def attend_to_tensors(
     `decode_tensors.unsupported_call` must return None for the call.
 
     Returns:
-        out (B, Hq, S, D) and LSE (B, Hq, S).
+        out (B, Hq, S, D) and LSE (B, Hq, S); of packed queries (T, Hq, D) and (Hq, T).
 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
     config = decode_tensors.choose(cache)
     library = build.load_with(config, decode_tensors.group(config), device.arch)
-    ctas, height = decode.ctas_of(config, device), decode.part_height(config, q, cache.kv_heads)
-    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
-    parts, part_rows = (q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (q.shape[3], 2))
-    tickets = q.new_zeros(q.shape[0], cache.kv_heads, dtype=torch.int32)
+    ctas = decode.ctas_of(config, device)
+    out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, cache.kv_heads, batch), out_dtype)
+    tickets = q.new_zeros(batch.page_table.shape[0], cache.kv_heads, dtype=torch.int32)
     library.operators.decode_tensors.default(
-        library.launchers[config], ctas, decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,
-        [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()[:4]), [out, lse, parts, part_rows, tickets],
+        library.launchers[config], ctas, batch.most_queries(q), decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,
+        [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()), [out, lse, *parts, tickets],
     )  # fmt: skip
     return out, lse
 

@@ -76,7 +76,7 @@ def flash_attn_varlen_func(
     k: torch.Tensor,
     v: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
+    cu_seqlens_k: torch.Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -90,28 +90,51 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     seqused_k: torch.Tensor | None = None,
+    k_descale: torch.Tensor | float | None = None,
+    v_descale: torch.Tensor | float | None = None,
     sinks: torch.Tensor | None = None,
     recipe: Recipe = DEFAULT_RECIPE,
     backend: Backend = "auto",
 ) -> Attention:
-    """flash_attn.flash_attn_varlen_func by fp8attn.varlen_sdpa.
+    """flash_attn.flash_attn_varlen_func by fp8attn.varlen_sdpa; of keys in pages by fp8attn.paged_sdpa.
 
     Args:
         q: (Tq, Hq, D).
-        k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv).
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k: as of fp8attn.varlen_sdpa.
-        block_table: must be None.
+        k, v: (Tk, Hkv, D) and (Tk, Hkv, Dv); with `block_table` caches (P, page, Hkv, D) and (P, page, Hkv, Dv), in
+            e4m3, too.
+        cu_seqlens_q, max_seqlen_q: as of fp8attn.varlen_sdpa. A sequence's queries are its last tokens.
+        cu_seqlens_k, max_seqlen_k, seqused_k: likewise. With `block_table` one of seqused_k (N) and cu_seqlens_k
+            (N + 1) tells how many tokens sequences have, and the other is None.
+        block_table: int32 (N, M), the pages of each sequence.
         dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic: as of `flash_attn_func`.
         return_attn_probs: also return the LSE (Hq, Tq), and None in place of the probabilities.
-        sinks, recipe, backend: as of fp8attn.varlen_sdpa.
+        k_descale, v_descale: of caches in e4m3, as of `flash_attn_with_kvcache`. Without `block_table` they must be
+            None.
+        sinks, recipe, backend: as of fp8attn.varlen_sdpa. With `block_table` `recipe` has no effect, and `backend` is
+            one that fp8attn.paged_sdpa has.
 
     Returns:
         out (Tq, Hq, Dv); with `return_attn_probs` (out, LSE, None).
 
     Raises:
-        TypeError, ValueError, RuntimeError: as fp8attn.varlen_sdpa.
+        TypeError, ValueError, RuntimeError: as fp8attn.varlen_sdpa and fp8attn.paged_sdpa.
     """
-    _check_unsupported(dropout_p, alibi_slopes=alibi_slopes, block_table=block_table)
+    _check_unsupported(dropout_p, alibi_slopes=alibi_slopes)
+    if block_table is not None:
+        cache = _cache_of("k", k, v, k_descale, v_descale)
+        _check_int32(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
+        if (cu_seqlens_k is None) == (seqused_k is None):
+            raise ValueError(f"cu_seqlens_k and seqused_k are {'None' if seqused_k is None else 'given'}; with block_table one of them must be None")
+        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        batch = PagedBatch(block_table, lengths, max_length=max_seqlen_k, cu_seqlens=cu_seqlens_q, max_count=max_seqlen_q)
+        result = paged_sdpa(
+            q, cache, batch, window=_counted(window_size, causal), softcap=softcap, sinks=sinks, scale=softmax_scale,
+            return_lse=return_attn_probs, backend=backend,
+        )  # fmt: skip
+        return (*result, None) if isinstance(result, tuple) else result
+    for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if descale is not None:
+            raise ValueError(f"{name} is given; without block_table it must be None: k and v are quantized in the call")
     result = varlen_sdpa(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, is_causal=causal,
         window=_window(window_size), softcap=softcap, sinks=sinks, scale=softmax_scale, recipe=recipe, return_lse=return_attn_probs,
@@ -181,15 +204,10 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{'k' if k is None else 'v'} is None; k and v go together")
     if k is not None and cache_seqlens is None:
         raise ValueError("cache_seqlens is None and k is given; it must be the tokens before k")
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
-    for name, numbers in (("cache_seqlens", cache_seqlens), ("cache_batch_idx", cache_batch_idx), ("block_table", block_table)):
-        if isinstance(numbers, torch.Tensor) and numbers.dtype != torch.int32:
-            raise TypeError(f"{name} is {numbers.dtype}; it must be torch.int32")
-    is_fp8 = k_cache.dtype in E4M3_BYTES
-    scales = [1.0 if is_fp8 and scale is None else scale for scale in (k_descale, v_descale)]
-    cache, rows, device = PagedTensors(k_cache, v_cache, *scales), q.shape[0], q.device
+    if not isinstance(q, torch.Tensor):
+        raise TypeError(f"q is a {type(q).__name__}; it must be a torch.Tensor")
+    _check_int32(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table)
+    cache, rows, device = _cache_of("k_cache", k_cache, v_cache, k_descale, v_descale), q.shape[0], q.device
     table = block_table
     if table is None:
         table = (torch.arange(rows, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx).view(-1, 1)
@@ -206,9 +224,8 @@ def flash_attn_with_kvcache(
     if new is not None and new[0].shape[2] != q.shape[1]:
         write_to_pages(*new, cache, batch, backend=backend)
         new = None
-    left, right = window_size
     result = paged_sdpa(
-        q.transpose(1, 2), cache, batch, new, window=(left, 0 if causal else right), softcap=softcap, sinks=sinks,
+        q.transpose(1, 2), cache, batch, new, window=_counted(window_size, causal), softcap=softcap, sinks=sinks,
         scale=softmax_scale, return_lse=return_softmax_lse, backend=backend,
     )  # fmt: skip
     return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
@@ -226,3 +243,28 @@ def _check_unsupported(dropout_p: float, **absent: object) -> None:
 def _window(window_size: Window) -> Window | None:
     """A window_size as `window` of fp8attn.sdpa."""
     return None if tuple(window_size) == UNLIMITED else window_size
+
+
+def _counted(window_size: Window, causal: bool) -> Window:
+    """A window_size as `window` of fp8attn.paged_sdpa."""
+    left, right = window_size
+    return left, 0 if causal else right
+
+
+Descale = torch.Tensor | float | None
+
+
+def _cache_of(name: str, k: torch.Tensor, v: torch.Tensor, k_descale: Descale, v_descale: Descale) -> PagedTensors:
+    """The cache of another engine. `name`: of k in the call."""
+    for of, x in ((name, k), (name.replace("k", "v", 1), v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{of} is a {type(x).__name__}; it must be a torch.Tensor")
+    scales = [1.0 if k.dtype in E4M3_BYTES and scale is None else scale for scale in (k_descale, v_descale)]
+    return PagedTensors(k, v, *scales)
+
+
+def _check_int32(**tensors: object) -> None:
+    """Check the dtype of those that are tensors."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.dtype != torch.int32:
+            raise TypeError(f"{name} is {x.dtype}; it must be torch.int32")

@@ -224,11 +224,13 @@ def store_sums(
         tl.store(lse + lse_at, (m + tl.log2(l)) / LOG2E, mask=exists)
 
 
-@triton.jit(do_not_specialize=["rows_of_batch", "q_heads", "kv_heads", "length", "table_width", "every_page", "every_sequence", "left", "splits"])
+@triton.jit(
+    do_not_specialize=["rows_of_batch", "q_heads", "kv_heads", "length", "table_width", "every_page", "every_sequence", "left", "splits", "most"]
+)
 def attention_kernel(
     q, k, v, q_strides, k_strides, v_strides, page_table, lengths, counts, sequences, cu_seqlens, k_pages, k_scale, v_pages, v_scale, k_mean,
     v_mean, channel_scale, recent_k, recent_v, sinks, out, lse, partial, partial_sums, rows_of_batch, q_heads, kv_heads, length, table_stride,
-    table_width, every_page, every_sequence, left, splits, softmax_scale, softcap, ROWS: tl.constexpr, C: tl.constexpr,
+    table_width, every_page, every_sequence, left, splits, most, softmax_scale, softcap, ROWS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows x splits x kv_heads x batch, in one dimension. Packed queries are one row of the batch.
 
@@ -236,6 +238,7 @@ def attention_kernel(
         q, k, v: (B, H, S, D); or packed, as (1, H, T, D) with stride 0 of rows.
         k, v: the new tokens; or None if all are in recent_k and recent_v.
         left: a query at position p sees the keys from p - left on, if C.window.
+        most: queries of a row of the batch; one with more is NaN.
         out, lse: (B, Hq, S, Dv) and float32 (B, Hq, S), or (T, Hq, Dv) and (Hq, T), contiguous.
         partial, partial_sums: float32 (splits, *out.shape) and (splits, 2, rows of out), acc, m and l of each split; or
             None if there is one.
@@ -246,6 +249,7 @@ def attention_kernel(
         cu_seqlens, rows_of_batch, length, group, kv_heads, splits, ROWS
     )
     sequence, has_sequence, end, count = batch_row(lengths, counts, sequences, batch, most_real, every_sequence)
+    has_sequence &= own_length <= most
     pair = sequence * kv_heads + kv_head
 
     exists = query < own_length
@@ -474,7 +478,7 @@ def attend(
         *operands, *[(0, 0, 0, 0) if x is None else row_strides(x) for x in operands], *batch.tensors(), stored[0], cached.k_scale, stored[1],
         cached.v_scale, storage.k_mean, storage.v_mean, storage.v_scale, recent_k, recent_v, call.sinks, *outputs.tensors(),
         batch.lengths.shape[0], q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cached.k.shape[0], sequences,
-        min(call.window[0], LARGEST_LENGTH), how.splits, call.softmax_scale, call.softcap, how.rows, traits,
+        min(call.window[0], LARGEST_LENGTH), how.splits, batch.most_queries(q), call.softmax_scale, call.softcap, how.rows, traits,
         num_warps=how.warps, num_stages=how.stages, warmup=warmup,
     )  # fmt: skip
     outputs.combine(traits.value_width, warmup)

@@ -188,12 +188,25 @@ def add_block(x, value, v_scale, m, l, acc, C: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["rows_of_batch", "q_heads", "kv_heads", "length", "table_width", "every_page", "page", "capacity", "left", "right", "splits"]
+    do_not_specialize=[
+        "rows_of_batch",
+        "q_heads",
+        "kv_heads",
+        "length",
+        "table_width",
+        "every_page",
+        "page",
+        "capacity",
+        "left",
+        "right",
+        "splits",
+        "most",
+    ]
 )
 def tensors_attention_kernel(
     q, q_strides, k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, lengths, counts, cu_seqlens,
     sinks, out, lse, partial, partial_sums, rows_of_batch, q_heads, kv_heads, length, table_stride, table_width, every_page, page, capacity,
-    left, right, splits, softmax_scale, softcap, ROWS: tl.constexpr, C: tl.constexpr,
+    left, right, splits, most, softmax_scale, softcap, ROWS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of rows x splits x kv_heads x batch, in one dimension. Packed queries are one row of the batch.
 
@@ -203,6 +216,7 @@ def tensors_attention_kernel(
         k_scale, v_scale: strides over rows of the batch, pages, slots and heads; None of caches in half precision.
         out, lse, partial, partial_sums: as of paged_attention.attention_kernel.
         capacity: tokens that a row of the page table has pages for.
+        most: queries of a row of the batch; one with more is NaN.
     """
     VALUE_WIDTH: tl.constexpr = C.value_width
     group = q_heads // kv_heads
@@ -243,7 +257,8 @@ def tensors_attention_kernel(
         if sinks is not None:
             m = tl.where(real, tl.load(sinks + head, mask=real, other=0.0) * LOG2E, m)
             l = tl.where(real, 1.0, l)
-        l = tl.where(last >= capacity, float("nan"), l)  # keys that the page table has no place for
+        # keys that the page table has no place for
+        l = tl.where((last >= capacity) | (real & (own_length > most)), float("nan"), l)
     least = tl.min(first, 0) // KEY_BLOCK
     blocks = tl.maximum(tl.cdiv(tl.minimum(tl.max(last, 0) + 1, capacity), KEY_BLOCK) - least, 0)
     share = tl.cdiv(blocks, splits)
@@ -329,7 +344,8 @@ def attend(
         tensors_attention_kernel, (tiling.tiles * splits,),
         operand, row_strides(operand), k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts,
         batch.cu_seqlens, how.sinks, *outputs.tensors(), batch.lengths.shape[0], q.shape[1], kv_heads, tokens_of(q), table.stride(0),
-        table.shape[1], cache.k.shape[0], cache.page, capacity, left, right, splits, how.softmax_scale, how.softcap, tiling.rows, traits,
+        table.shape[1], cache.k.shape[0], cache.page, capacity, left, right, splits, batch.most_queries(q), how.softmax_scale,
+        how.softcap, tiling.rows, traits,
         num_warps=warps, num_stages=stages, warmup=warmup,
     )  # fmt: skip
     outputs.combine(traits.value_width, warmup)

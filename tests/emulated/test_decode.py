@@ -13,7 +13,7 @@ from fp8attn.cuda import build, decode, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, PagedCall, Storage
 from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
-from paging import assert_attends
+from paging import assert_attends, packed
 
 H100 = ARCHITECTURES[90]
 
@@ -127,6 +127,53 @@ def test_answers_are_the_oracle_s(name: str, backend: str, device: torch.device)
     case, sms = CASES[name]
     place = torch.device("cpu") if backend == "emulated" else device
     check(library_of(backend, case), case, place, sms if backend == "emulated" else H100.sm_count)
+
+
+PACKED_CASES = {
+    "one query": (Case((300, 5, 129), kv_heads=2), (1, 1, 1), 2),
+    "rows without queries": (Case((300, 200, 0, 64)), (1, 0, 0, 1), 2),
+    "drafts of several sizes": (Case((130, 258, 70, 384, 3), queries=5, group=3), (1, 5, 0, 2, 4), 3),
+    "two row tiles": (Case((300, 257, 20), queries=15, group=4), (15, 1, 7), 2),
+    "more queries than tokens": (Case((300, 2, 0), queries=4), (1, 4, 3), 2),
+    "int8, 128 channels": (Case((300, 140), queries=3, dim=128, recipe=PRECISE), (1, 3), 1),
+    "256 channels, several parts": (Case((128 * 11, 40), dim=256, group=2), (1, 1), 12),
+    "many": (Case((3, 140) * 35, group=1, queries=2), (1, 2) * 35, 40),
+}
+"""By what is special, with the queries of each row, and the number of SMs."""
+
+
+def check_packed(library: build.Library | None, case: Case, counts: tuple[int, ...], device: torch.device, sms: int) -> None:
+    """Also of tokens of no row, and of rows that have more than the batch says, which are NaN."""
+    q, storage, batch = case.cache(device)
+    for most in {max(counts), max(max(counts) - 1, 1)}:
+        packed_q, packed_batch = packed(q, batch, counts, most)
+        actual = attend(library, case, packed_q, storage, packed_batch, dataclasses.replace(H100, sm_count=sms))
+        expected = pages.attend_paged(PagedCall(packed_q, storage, None, packed_batch, case.recipe, case.scale))
+        assert actual[0].shape == packed_q.shape and actual[1].shape == packed_q.shape[1::-1]
+        assert not actual[0][sum(counts) :].any() and bool((actual[1][:, sum(counts) :] == -torch.inf).all())
+        assert bool(actual[0].isnan().any()) == any(most < n and length > 0 for n, length in zip(counts, case.lengths, strict=True))
+        assert_attends(*actual, expected, case.dtype, library is not None)
+    assert not storage.tickets.any()
+
+
+@pytest.mark.parametrize("name", PACKED_CASES)
+def test_packed_queries(name: str, backend: str, device: torch.device) -> None:
+    case, counts, sms = PACKED_CASES[name]
+    place = torch.device("cpu") if backend == "emulated" else device
+    check_packed(library_of(backend, case), case, counts, place, sms if backend == "emulated" else H100.sm_count)
+
+
+def test_packed_starts_out_of_range_are_no_indices(backend: str, device: torch.device) -> None:
+    """Nor are those that fall. Rows before have the same answers."""
+    case = Case((300, 200, 100), queries=2)
+    q, storage, batch = case.cache(torch.device("cpu") if backend == "emulated" else device)
+    packed_q, packed_batch = packed(q, batch, (2, 1, 2), 2)
+    for starts in ((0, 2, 1 << 30, -7), (0, 2, -(1 << 31), (1 << 31) - 1), (0, 2, 1, 0)):
+        edges = torch.tensor(starts, dtype=torch.int32, device=q.device)
+        out, _ = attend(library_of(backend, case), case, packed_q, storage, dataclasses.replace(packed_batch, cu_seqlens=edges), H100)
+        if min(starts[2:]) >= 2:
+            assert bool(out[:2].isfinite().all())
+        assert not storage.tickets.any()
 
 
 @pytest.mark.parametrize("recipe", (DEFAULT_RECIPE, PRECISE), ids=("e4m3", "int8"))
@@ -260,6 +307,12 @@ def test_the_case_of_the_mutants_is_right(backend: str, device: torch.device) ->
     check(library_of(backend, EQUAL_CASE), EQUAL_CASE, place, 10)
 
 
+def of_rows(batch: PagedBatch, rows: int, packed: bool = False) -> PagedBatch:
+    """The first row of a batch, many times."""
+    starts = torch.arange(rows + 1, dtype=torch.int32) if packed else None
+    return PagedBatch(batch.page_table[:1].expand(rows, -1), batch.lengths[:1].repeat(rows), cu_seqlens=starts)
+
+
 def test_unsupported_calls_say_why() -> None:
     q, storage, batch = Case((300,)).cache(torch.device("cpu"))
     wide = Case((300,), dim=16).cache(torch.device("cpu"))
@@ -271,6 +324,7 @@ def test_unsupported_calls_say_why() -> None:
         ((q, storage, batch), -0.2, H100, "softmax_scale is -0.2"),
         ((q.expand(1, 4, 70, 64), storage, batch), 0.2, H100, "query has shape"),
         ((torch.zeros(1, 4, 1, 65, dtype=q.dtype)[..., 1:], storage, batch), 0.2, H100, "query has strides"),
-        ((q.expand(9, 4, 1, 64), storage, batch), 0.2, H100, "the batch has 9 rows"),
+        ((q.expand(9, 4, 1, 64), storage, of_rows(batch, 9)), 0.2, H100, "the batch has 9 rows"),
+        ((q[0].transpose(0, 1), storage, of_rows(batch, 1, packed=True)), 0.2, H100, "batch.max_count is None"),
     ):
         assert reason in (decode.unsupported_call(*call, scale, device) or "")

@@ -14,6 +14,7 @@ from foreign import E4M3, Call, Case, assert_close
 from fp8attn import PagedBatch, paged_tensors
 from fp8attn.cuda import build, decode_tensors, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
+from paging import packed
 
 H100 = ARCHITECTURES[90]
 
@@ -146,6 +147,50 @@ def test_numbers_out_of_range_are_no_indices(case: Case, backend: str, device: t
         assert bool(actual[0][0].isfinite().all()) and bool(actual[0][3].isnan().all()) and not actual[0][4].any()
 
 
+PACKED_CASES = {
+    "e4m3": (replace(FP8, queries=3), (3, 2, 1, 0), 2),
+    "rows without queries": (replace(FP8, queries=1), (0, 1, 1, 0), 2),
+    "by token, 128 channels": (replace(BY_TOKEN, queries=2, **WIDE), (2, 1, 1, 2), 3),
+    "bf16, a window": (replace(HALF, window=(70, 0), queries=5), (5, 1, 4, 2), 3),
+    "several row tiles": (replace(FP8, lengths=(200, 90, 7), queries=29), (29, 3, 12), 2),
+    "many parts": (replace(HALF, lengths=(64 * 30, 5), queries=1, sinks=True), (1, 1), 40),
+    "256 channels, soft cap": (replace(FP8, lengths=(130, 60), queries=2, softcap=3.0, **WIDEST), (1, 2), 2),
+    "many short": (replace(FP8, lengths=(3, 70) * 20, group=1, queries=2), (1, 2) * 20, 5),
+}
+"""By what is special, with the queries of each row, and the number of SMs."""
+
+
+def check_packed(library: build.Library | None, case: Case, counts: tuple[int, ...], device: torch.device, sms: int) -> None:
+    """Also of tokens of no row, and of rows that have more than the batch says, which are NaN."""
+    call = case.call(device)
+    for most in {max(counts), max(max(counts) - 1, 1)}:
+        q, batch = packed(call.q, call.batch, counts, most)
+        changed = dataclasses.replace(call, q=q, batch=batch)
+        actual = attend(library, changed, replace(H100, sm_count=H100.sm_count if library is None else sms))
+        expected = paged_tensors.attend(q, call.cache, batch, call.how)
+        assert actual[0].shape == q.shape and actual[1].shape == q.shape[1::-1]
+        assert not actual[0][sum(counts) :].any() and bool((actual[1][:, sum(counts) :] == -torch.inf).all())
+        assert bool(actual[0].isnan().any()) == any(most < n and length > 0 for n, length in zip(counts, case.lengths, strict=True))
+        assert_close(actual, expected, case.dtype)
+
+
+@pytest.mark.parametrize("name", PACKED_CASES)
+def test_packed_queries(name: str, backend: str, device: torch.device) -> None:
+    case, counts, sms = PACKED_CASES[name]
+    check_packed(library_of(backend, case), case, counts, place_of(backend, device), sms)
+
+
+PACKED_MUTANTS = {
+    "queries of the first row": ("tile/paged_schedule.h", "query = row.begin + number;", "query = number;"),
+    "rows with too many": ("tile/paged_schedule.h", "exists = exists && given <= p.q_length;", "exists = exists;"),
+    "tokens that aren't there": ("tile/paged_schedule.h", "count = min(given, end),", "count = given,"),
+    "the row's own numbers": ("tile/paged_schedule.h", "its_row.begin = of_found(of_lane.begin)", "its_row.begin = of_lane.begin"),
+    "queries of no row": ("tile/paged_parts.h", "batch <= p.batches; batch", "batch < p.batches; batch"),
+    "too many queries": ("tile/paged_parts.h", "first = row.begin + p.q_length,", "first = row.begin + row.given,"),
+    "rows of the output": ("tile/paged_schedule.h", "head * p.out_strides[1] + query * p.out_strides[2]", "head + query * p.out_strides[2]"),
+}
+"""Mutants that only packed queries show. The last one shows without them."""
+
 MUTANTS = {
     "missing rescale": ("tile/token_rows.h", "o[t][i] * alpha[i / 4][i % 2])", "o[t][i])"),
     "P of another block's largest score": ("tile/token_rows.h", "fresh[t][i], beta[i / 4][i % 2],", "fresh[t][i], 1.0f,"),
@@ -207,7 +252,23 @@ MUTANT_CASE = replace(FP8, lengths=(420, 140, 70), queries=4, kv_heads=2, group=
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *BY_TOKEN_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *BY_TOKEN_MUTANTS.values(), *PACKED_MUTANTS.values()])
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", PACKED_MUTANTS)
+def test_packed_mutant_is_seen(name: str) -> None:
+    case, counts, sms = PACKED_CASES["several row tiles"]
+    library = emulation.tensors_decoder(config_of(case), PACKED_MUTANTS[name])
+
+    def check_all() -> None:
+        check(library, case, torch.device("cpu"), sms)
+        check_packed(library, case, counts, torch.device("cpu"), sms)
+        check_packed(library, replace(case, lengths=(5, 90, 0)), (9, 3, 2), torch.device("cpu"), sms)
+
+    with pytest.raises(AssertionError):
+        check_all()
 
 
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:

@@ -45,7 +45,7 @@ def of_storage(index: int, wrong: torch.Tensor, attends: bool):
     tensors = CACHE.storage.tensors()
     tensors[index] = wrong
     if attends:
-        return lambda: library_ops.auto_paged_attention(X, None, None, tensors, *BATCH.tensors(), None, 64, 0.1, torch.float32)
+        return lambda: library_ops.auto_paged_attention(X, None, None, tensors, *BATCH.tensors(), None, None, 64, 0.1, torch.float32)
     return lambda: library_ops.auto_paged_append(X, X, tensors, *BATCH.tensors(), 64, True, True)
 
 
@@ -59,8 +59,14 @@ BATCHES = (
     (dict(cu_seqlens=torch.zeros(3)), TypeError, "cu_seqlens is torch.float32"),
     (dict(cu_seqlens=ints(0, 0, 0, 0, 0, 0)[::2]), ValueError, "cu_seqlens has strides"),
     (dict(cu_seqlens=ints(0, 1, 2), counts=ints(1, 1)), ValueError, "counts and cu_seqlens are given"),
-    (dict(max_length=-1), ValueError, "max_length is -1"),
 )
+
+LIMITS = (
+    (dict(max_length=-1), ValueError, "max_length is -1"),
+    (dict(max_count=1), ValueError, "max_count is 1; it must be None, or an int of at least 1 with cu_seqlens"),
+    (dict(cu_seqlens=ints(0, 1, 2), max_count=0), ValueError, "max_count is 0 with cu_seqlens; it must be None, or an int of at least 1"),
+)
+"""Of a batch, that attention needs."""
 
 STORAGES = (
     (0, torch.zeros(4, 2, 128, 64), TypeError, "pages.k is torch.float32"),
@@ -84,7 +90,7 @@ CACHE_ERRORS: tuple[Sample, ...] = (
     (appending(batch=TABLE), TypeError, "batch is a PageTable"),
     (appending(backend="cudnn"), ValueError, "backend is 'cudnn'"),
     (appending(X.clone().requires_grad_()), RuntimeError, "key requires grad"),
-    *((appending(batch=dataclasses.replace(BATCH, **change)), error, message) for change, error, message in BATCHES[:-1]),
+    *((appending(batch=dataclasses.replace(BATCH, **change)), error, message) for change, error, message in BATCHES),
     (attending(cache="cache"), TypeError, "cache is a str"),
     (attending(batch=None), TypeError, "batch is a NoneType"),
     (lambda: CACHE.check("batch", 4), TypeError, "batch is a str; it must be a fp8attn.PagedBatch"),
@@ -111,10 +117,11 @@ CACHE_ERRORS: tuple[Sample, ...] = (
     (appending(X[0].transpose(0, 1), X[0].transpose(0, 1)[:9], PACKED), ValueError, "value has length 9; it must be 60"),
     (appending(X[0, :, :, :32].transpose(0, 1), X[0].transpose(0, 1), PACKED), ValueError, "key has head_dim 32; it must be 64"),
     (lambda: CACHE.check(dataclasses.replace(PACKED, cu_seqlens=ints(1, 2, 3)), 60), ValueError, r"cu_seqlens is \[1, 2, 3\]; it must begin with 0"),
+    (lambda: CACHE.check(dataclasses.replace(PACKED, max_count=29), 60), ValueError, "with max_count 29 no row may have more tokens"),
     (attending(out_dtype=torch.int8), TypeError, "out_dtype is torch.int8"),
     (attending(return_lse=1), TypeError, "return_lse is a int"),
     (attending(backend="modeled"), ValueError, "backend is 'modeled'"),
-    *((attending(batch=dataclasses.replace(BATCH, **change)), error, message) for change, error, message in BATCHES),
+    *((attending(batch=dataclasses.replace(BATCH, **change)), error, message) for change, error, message in BATCHES + LIMITS),
     (checking(lengths=ints(255, -1)), ValueError, r"lengths\[1\] is -1; it must be 0 to 639"),
     (checking(lengths=ints(255, 640)), ValueError, r"lengths\[1\] is 640"),
     (checking(max_length=200), ValueError, r"lengths\[0\] is 255; it must be 0 to 200"),

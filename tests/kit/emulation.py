@@ -174,10 +174,11 @@ class DecodeParams(ctypes.Structure):
         ("maps", ctypes.c_uint8 * (4 * MAP)),
         *((name, ctypes.c_void_p) for name in ("k", "v", "recent_k", "recent_v", "q")),
         *((name, ctypes.c_void_p) for name in ("k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
-        *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "out", "lse", "parts", "part_rows", "tickets")),
-        ("q_strides", ctypes.c_int64 * 3),
+        *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "cu_seqlens")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "part_rows", "tickets")),
+        *((name, ctypes.c_int64 * count) for name, count in (("q_strides", 3), ("out_strides", 3), ("lse_strides", 2))),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence")),
+        *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence", "tokens")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height")),
         *((name, ctypes.c_int) for name in ("tiles_of_unit", "ctas_of_unit", "ctas_of_unit_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
@@ -588,17 +589,29 @@ def unsmooth_lse_params(part, softmax_scale, q, k_mean, lse, out) -> UnsmoothLse
     return p
 
 
-def _decode_params_of(ctas: int, softmax_scale: float, q: torch.Tensor, kv_heads: int, maps: bytes, tensors, batch, results) -> DecodeParams:
-    """The DecodeParams that both decode kernels' functions in binding.cpp make. tensors: by their names."""
+def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, maps: bytes, tensors, batch, results) -> DecodeParams:
+    """The DecodeParams that both decode kernels' functions in binding.cpp make. numbers: ctas, the most queries of a row, softmax_scale, and
+    key/value heads. tensors: by their names."""
+    ctas, most, softmax_scale, kv_heads = numbers
     p = DecodeParams((ctypes.c_uint8 * (4 * MAP))(*maps))
-    tensors = tensors | dict(q=q) | dict(zip(("page_table", "lengths", "counts", "sequences"), batch, strict=True))
+    tensors = tensors | dict(q=q) | dict(zip(("page_table", "lengths", "counts", "sequences", "cu_seqlens"), batch, strict=True))
     tensors |= dict(zip(("out", "lse", "parts", "part_rows", "tickets"), results, strict=True))
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())
     table = batch[0]
-    p.q_strides, p.table_stride, p.table_width = (ctypes.c_int64 * 3)(*q.stride()[:3]), table.stride(0), table.size(1)
-    p.batches, p.q_heads, p.q_length, _ = q.shape
-    p.kv_heads = kv_heads
+    p.table_stride, p.table_width = table.stride(0), table.size(1)
+    p.batches, p.q_heads, p.kv_heads, p.q_length = table.size(0), q.size(1), kv_heads, most
+    if batch[4] is None:
+        queries = q.size(2)
+        strides = (*q.stride()[:3], p.q_heads * queries, queries, 1, p.q_heads * queries, queries)
+    else:
+        p.tokens = q.size(0)
+        strides = (0, q.stride(1), q.stride(0), 0, 1, p.q_heads, 0, q.size(0))
+    p.q_strides, p.out_strides, p.lse_strides = (
+        (ctypes.c_int64 * 3)(*strides[:3]),
+        (ctypes.c_int64 * 3)(*strides[3:6]),
+        (ctypes.c_int64 * 2)(*strides[6:]),
+    )
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)
     tiles = p.batches * p.kv_heads
@@ -609,26 +622,27 @@ def _decode_params_of(ctas: int, softmax_scale: float, q: torch.Tensor, kv_heads
     return p
 
 
-def decode_params(ctas: int, part: int, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
+def decode_params(ctas: int, most: int, part: int, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
     """The DecodeParams that binding.cpp's decode makes from its arguments."""
     names = ("k", "k_scale", "v", "v_page_scale", "k_mean", "v_mean", "v_scale", "recent_k", "recent_v")
     tensors = dict(zip(names, storage[:-1], strict=True))
     k, v, recent_k, recent_v = (tensors[name] for name in ("k", "v", "recent_k", "recent_v"))
-    dim = q.size(3)
+    dim = k.size(3)
     boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
     maps = b"".join(matrix_map(*box) for box in boxes)
-    p = _decode_params_of(ctas, softmax_scale, q, k.size(1), maps, tensors, batch, results)
+    p = _decode_params_of((ctas, most, softmax_scale, k.size(1)), q, maps, tensors, batch, results)
     p.every_page, p.every_sequence = k.size(0), recent_k.size(0)
     p.part, p.inverse_part = part, 1.0 / max(part, 1)
     return p
 
 
-def decode_tensors_params(ctas: int, numbers, softmax_scale: float, softcap: float, q: torch.Tensor, cache, batch, results) -> DecodeParams:
-    """The DecodeParams that binding.cpp's decode_tensors makes from its arguments."""
+def decode_tensors_params(ctas: int, most: int, numbers, softmax_scale: float, softcap: float, q: torch.Tensor, *tensors_of_call) -> DecodeParams:
+    """The DecodeParams that binding.cpp's decode_tensors makes from its arguments. tensors_of_call: its cache, batch and results."""
+    cache, batch, results = tensors_of_call
     tensors = dict(zip(("k", "v", "k_scale", "v_scale", "sinks"), cache, strict=True))
     k, v = cache[:2]
     maps = b"".join(_slots_map(x, numbers[1]) for x in (k, v)) + bytes(2 * MAP)
-    p = _decode_params_of(ctas, softmax_scale, q, k.size(2), maps, tensors, batch, results)
+    p = _decode_params_of((ctas, most, softmax_scale, k.size(2)), q, maps, tensors, batch, results)
     p.page, p.copied_tokens, p.capacity, p.left, p.right, *strides = numbers
     p.softcap = softcap
     p.k_scale_strides, p.v_scale_strides = (ctypes.c_int64 * 4)(*strides[:4]), (ctypes.c_int64 * 4)(*strides[4:])

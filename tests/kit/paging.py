@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
@@ -191,3 +193,12 @@ class Sequences:
         tokens = torch.arange(k.shape[1] // PAGE * PAGE, k.shape[1], device=k.device)
         for kept, x in ((self.cache.storage.k, k), (self.cache.storage.v, v)):
             assert torch.equal(kept[sequence][:, tokens % RECENT], x[:, tokens])
+
+
+def packed(q: torch.Tensor, batch: PagedBatch, counts: Sequence[int], most: int | None = None, more: int = 2) -> tuple[torch.Tensor, PagedBatch]:
+    """The last queries of each row of q (B, Hq, S, D), one row after another, as (T, Hq, D), and the batch of them. `more` tokens, which are NaN,
+    are no row's. most: the batch's max_count."""
+    parts = [q[row, :, :n].transpose(0, 1) for row, n in enumerate(counts)]
+    starts = torch.tensor([0, *itertools.accumulate(counts)], dtype=torch.int32, device=q.device)
+    tail = torch.full_like(q[0, :, :1].transpose(0, 1), torch.nan).expand(more, -1, -1)
+    return torch.cat([*parts, tail]), dataclasses.replace(batch, counts=None, cu_seqlens=starts, max_count=most)

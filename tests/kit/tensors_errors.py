@@ -108,7 +108,9 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (writing(slots=torch.arange(6)[::2]), ValueError, "slots has strides"),
     (writing(backend="cuda"), ValueError, "backend is 'cuda'"),
     (
-        functools.partial(library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, None, 0.1, [-1, 0], 0.0, None, torch.float32),
+        functools.partial(
+            library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, None, None, 0.1, [-1, 0], 0.0, None, torch.float32
+        ),
         ValueError,
         "cache.k_scale is None",
     ),

@@ -184,13 +184,15 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
     counts = torch.ones(3, dtype=torch.int32)
     told = Told(recorder, "decode", "record_decode")
     told.library = build.Library(told.library.operators, dict.fromkeys(decode.INSTANCES, *{*told.library.launchers.values()}))
-    for batch in (table.batch(), dataclasses.replace(table.batch(counts), sequences=counts)):
-        q = torch.zeros(3, 2, 8, dim, dtype=dtype).transpose(1, 2)
+    edges = torch.tensor([0, 2, 3, 3], dtype=torch.int32)
+    for batch in (table.batch(), dataclasses.replace(table.batch(counts), sequences=counts), table.batch(cu_seqlens=edges, max_count=2)):
+        packed = batch.cu_seqlens is not None
+        q = torch.zeros(5, 8, 2 * dim, dtype=dtype)[..., :dim] if packed else torch.zeros(3, 2, 8, dim, dtype=dtype).transpose(1, 2)
         assert decode.unsupported_call(q, cache.storage, batch, 0.1, H100) is None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_with", lambda *_: told.library)
             out, lse = run.attend_to_pages(PagedCall(q, cache.storage, None, batch, fp8attn.Recipe(), 0.1), H100, torch.float32)
-        assert out.shape == q.shape and out.is_contiguous() and lse.shape == (3, 8, 2)
+        assert out.shape == q.shape and out.is_contiguous() and lse.shape == ((8, 5) if packed else (3, 8, 2))
         buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
         assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage), H100)
         expected = bytes(emulation.decode_params(*told.arguments[1:]))
@@ -389,11 +391,11 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
         cache, table = fp8attn.KVCache(3, 5, 2, 128, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
         sequences = torch.arange(3, dtype=torch.int32) if with_sequences else None
         batch = dataclasses.replace(table.batch(), sequences=sequences)
-        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), *batch.tensors()[:4], *cache.storage.tensors()]
+        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), *batch.tensors(), *cache.storage.tensors()]
 
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        q, table, lengths, counts, sequences, *storage = inputs
-        batch = fp8attn.PagedBatch(table, lengths, counts, sequences)
+        q, table, lengths, counts, sequences, cu_seqlens, *storage = inputs
+        batch = fp8attn.PagedBatch(table, lengths, counts, sequences, None, cu_seqlens)
         return run.attend_to_pages(PagedCall(q, Storage.of(storage), None, batch, recipe, 0.1), H100, torch.float32)
 
     number = (1 << 41) + with_sequences
@@ -404,11 +406,11 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[5:])), H100)
+    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[6:])), H100)
     found = emulation.DecodeParams.from_buffer_copy(buffer)
-    ctas, part, scale = numbers[:3]
+    ctas, most, part, scale = numbers[:4]
     scratch = [torch.empty(2 * ctas, 8, width) for width in (128, 2)]
-    expected = emulation.decode_params(ctas, part, scale, given[0], given[5:], given[1:5], [*outputs, *scratch, given[-1]])
+    expected = emulation.decode_params(ctas, most, part, scale, given[0], given[6:], given[1:6], [*outputs, *scratch, given[-1]])
     room = outputs[0].data_ptr()
     assert found.parts and found.part_rows and abs(found.part_rows - found.parts) >= scratch[1].nbytes and found.parts != room
     found.parts, found.part_rows = expected.parts, expected.part_rows

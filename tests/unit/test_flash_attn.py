@@ -81,15 +81,17 @@ def test_they_are_computed_in_fp8() -> None:
     (
         ({"dropout_p": 0.1}, "dropout_p is 0.1; it must be 0"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given; it must be None"),
-        ({"block_table": torch.zeros(1, 1)}, "block_table is given; it must be None"),
+        ({"block_table": torch.zeros(1, 1)}, "block_table is torch.float32; it must be torch.int32"),
+        ({"block_table": torch.zeros(1, 1).int(), "seqused_k": torch.ones(1).int()}, "cu_seqlens_k and seqused_k are given; with block_table one of"),
+        ({"k_descale": 1.0}, "k_descale is given; without block_table it must be None"),
     ),
 )
 def test_what_is_unsupported_is_named(options: dict[str, Any], message: str) -> None:
     q, k, v = tensors(20, 30)
     starts = [torch.tensor([0, n], dtype=torch.int32) for n in (20, 30)]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         flash_attn_varlen_func(q, k, v, *starts, 20, 30, **options)
-    if "block_table" not in options:
+    if not options.keys() & {"block_table", "k_descale"}:
         with pytest.raises(ValueError, match=message):
             flash_attn_func(*(x[None] for x in (q, k, v)), **options)
 
@@ -140,6 +142,43 @@ def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options:
         )  # fmt: skip
         torch.testing.assert_close(out[row].float(), expected[0].transpose(0, 1), rtol=3e-3, atol=3e-3)
         torch.testing.assert_close(lse[row], expected_lse[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"causal": True, "window_size": (6, 3), "softcap": 3.0}))
+def test_packed_queries_attend_to_pages(options: dict[str, Any]) -> None:
+    """Of sequences whose lengths are told by either argument; tokens of no sequence are zeros."""
+    arguments, k, v = cached(True)
+    counts, used = (1, 3), torch.tensor(LENGTHS_OF_CACHE, dtype=torch.int32)
+    q = torch.randn(6, 4, 32, generator=torch.Generator().manual_seed(1)).half()
+    starts, ends = torch.tensor([0, 1, 4], dtype=torch.int32), torch.tensor([0, 28, 37], dtype=torch.int32)
+    caches, table = (arguments["k_cache"], arguments["v_cache"]), arguments["block_table"]
+    out, lse, nothing = flash_attn_varlen_func(
+        q, *caches, starts, None, 3, 28, block_table=table, seqused_k=used, return_attn_probs=True, **options
+    )  # type: ignore[misc]  # fmt: skip
+    again = flash_attn_varlen_func(q, *caches, starts, ends, 3, 28, block_table=table, **options)
+    assert nothing is None and torch.equal(out, again) and not out[4:].any() and lse.shape == (4, 6)  # type: ignore[arg-type]
+    left, right = options.get("window_size", (-1, -1))
+    for row, length in enumerate(LENGTHS_OF_CACHE):
+        mine = slice(int(starts[row]), int(starts[row]) + counts[row])
+        key, value = (x[row][None, :length].half().float().transpose(1, 2) for x in (k, v))
+        expected, expected_lse = fp8attn.reference_sdpa(
+            q[None, mine].transpose(1, 2).float(), key, value, enable_gqa=True, window=(left, 0 if options.get("causal") else right),
+            causal_alignment="bottom_right", softcap=options.get("softcap", 0.0), return_lse=True,
+        )  # fmt: skip
+        torch.testing.assert_close(out[mine].float(), expected[0].transpose(0, 1), rtol=3e-3, atol=3e-3)
+        torch.testing.assert_close(lse[:, mine], expected_lse[0], rtol=1e-3, atol=1e-3)
+    short = flash_attn_varlen_func(q, *caches, starts, None, 2, 28, block_table=table, seqused_k=used, **options)
+    assert isinstance(short, torch.Tensor) and torch.equal(short[:1], out[:1]) and bool(short[1:4].isnan().all())
+
+
+def test_packed_queries_attend_to_pages_of_e4m3() -> None:
+    arguments, k, v = cached(True)
+    caches = [arguments[name].div(0.03).to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")]
+    q, starts, used = torch.randn(2, 4, 32), torch.arange(3, dtype=torch.int32), torch.tensor([32, 32], dtype=torch.int32)
+    options: dict[str, Any] = dict(block_table=arguments["block_table"], seqused_k=used, k_descale=0.03, v_descale=torch.full((2,), 0.03))
+    out = flash_attn_varlen_func(q, *caches, starts, None, 1, 32, **options)
+    expected = fp8attn.reference_sdpa(q[:, None].transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=True)[:, :, 0]
+    assert isinstance(out, torch.Tensor) and float((out - expected).norm() / expected.norm()) < 0.08
 
 
 def test_an_int_is_the_length_of_all_and_none_the_whole_cache() -> None:

@@ -22,6 +22,7 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
   const int thread = threadIdx.x, lane = thread % 32;
   if (thread * NUMBERS < p.batches) {
     ptx::prefetch_l2(p.lengths + thread * NUMBERS);
+    if (p.cu_seqlens != nullptr) ptx::prefetch_l2(p.cu_seqlens + thread * NUMBERS);
     if (p.counts != nullptr) ptx::prefetch_l2(p.counts + thread * NUMBERS);
     if (p.sequences != nullptr) ptx::prefetch_l2(p.sequences + thread * NUMBERS);
   }
@@ -30,11 +31,17 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
 #pragma unroll 1
     for (int page = lane * NUMBERS; page < p.table_width; page += 32 * NUMBERS) ptx::prefetch_l2(p.page_table + batch * p.table_stride + page);
     if (lane < p.kv_heads) ptx::prefetch_l2(p.tickets + batch * p.kv_heads + lane);
+  }
+  // each packed query counts as a row of the batch that has one
+  const bool packed = p.cu_seqlens != nullptr;
+  const int rows = packed ? p.tokens : p.batches, of_row = packed ? 1 : p.q_length;
+#pragma unroll 1
+  for (int row = blockIdx.x + thread / 32 * p.ctas; row < rows; row += THREADS / 32 * p.ctas) {
 #pragma unroll 1
     for (int head = lane; head < p.q_heads; head += 32) {
-      const T* q = static_cast<const T*>(p.q) + batch * p.q_strides[0] + head * p.q_strides[1];
+      const T* q = static_cast<const T*>(p.q) + row * p.q_strides[packed ? 2 : 0] + head * p.q_strides[1];
 #pragma unroll 1
-      for (int query = 0; query < p.q_length; ++query, q += p.q_strides[2])
+      for (int query = 0; query < of_row; ++query, q += p.q_strides[2])
         for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
     }
   }
@@ -124,21 +131,31 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
         }
       }
     }
+    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+    if (!query.exists) continue;
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    const int64_t index = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).index(p, tile.batch);
+    const int64_t index = query.out_row(p, tile.batch);
 #pragma unroll
     for (int j = 0; j < LOADS; ++j)
 #pragma unroll
       for (int k = 0; k < WIDTH; k += 2) store_pair(p, index * DIM + WIDTH * (32 * j + lane) + k, o[j][k] * inverse, o[j][k + 1] * inverse);
-    if (lane == 0) p.lse[index] = (largest + log2f(sum)) / LOG2E;
+    if (lane == 0) p.lse[query.index(p, tile.batch)] = (largest + log2f(sum)) / LOG2E;
   }
 }
 
-// Stores zeros for the rows of tiles without blocks, or NaN if their sequence isn't there. CTAs share the tiles. Called
-// by a warp.
+// Stores zeros as a query's output, or NaN. Called by a warp.
+__device__ inline void store_nothing(const DecodeParams& p, const QueryRow& query, int batch, int dim, bool nan) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll 1
+  for (int channel = 2 * lane; channel < dim; channel += 64) store_pair(p, query.out_row(p, batch) * dim + channel, nan ? NAN : 0.0f, nan ? NAN : 0.0f);
+  if (lane == 0) p.lse[query.index(p, batch)] = nan ? NAN : -INFINITE;
+}
+
+// Stores zeros for the rows of tiles without blocks, or NaN if their row of the batch isn't there; and for packed
+// queries that no tile has. CTAs share the tiles. Called by a warp.
 template <int HEIGHT, typename Blocks>
 __device__ void store_empty_tiles(const DecodeParams& p, int dim) {
-  const int lane = threadIdx.x % 32, of_head = row_tiles<HEIGHT>(p), of_batch = p.kv_heads * of_head;
+  const int of_head = row_tiles<HEIGHT>(p), of_batch = p.kv_heads * of_head;
 #pragma unroll 1
   for (int tile = blockIdx.x; tile < p.batches * of_batch; tile += p.ctas) {
     const int batch = tile / of_batch, kv_head = tile % of_batch / of_head, first_row = tile % of_head * HEIGHT;
@@ -147,11 +164,23 @@ __device__ void store_empty_tiles(const DecodeParams& p, int dim) {
 #pragma unroll 1
     for (int index = first_row; index < min(p.group * p.q_length, first_row + HEIGHT); ++index) {
       const QueryRow query(p, row, kv_head, index);
-      const bool nan = query.real && !row.exists;
-#pragma unroll 1
-      for (int channel = 2 * lane; channel < dim; channel += 64) store_pair(p, query.index(p, batch) * dim + channel, nan ? NAN : 0.0f, nan ? NAN : 0.0f);
-      if (lane == 0) p.lse[query.index(p, batch)] = nan ? NAN : -INFINITE;
+      if (query.exists) store_nothing(p, query, batch, dim, query.real && !row.exists);
     }
+  }
+  if (p.cu_seqlens == nullptr) return;
+#pragma unroll 1
+  for (int batch = blockIdx.x; batch <= p.batches; batch += p.ctas) {  // the last one stands for queries of no row
+    int first, count, end;
+    if (batch < p.batches) {
+      const BatchRow row(p, batch);
+      first = row.begin + p.q_length, count = row.begin + row.count, end = row.begin + row.given;
+    } else {
+      first = count = min(max(__ldcg(p.cu_seqlens + batch), 0), p.tokens), end = p.tokens;
+    }
+#pragma unroll 1
+    for (int query = first; query < end; ++query)
+#pragma unroll 1
+      for (int head = 0; head < p.q_heads; ++head) store_nothing(p, QueryRow(head, query), 0, dim, query < count);
   }
 }
 
