@@ -125,7 +125,8 @@ def flash_attn_varlen_func(
         _check_int32(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
         if (cu_seqlens_k is None) == (seqused_k is None):
             raise ValueError(f"cu_seqlens_k and seqused_k are {'None' if seqused_k is None else 'given'}; with block_table one of them must be None")
-        lengths = cu_seqlens_k[1:] - cu_seqlens_k[:-1] if seqused_k is None else seqused_k
+        lengths = seqused_k if cu_seqlens_k is None else cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+        assert lengths is not None
         batch = PagedBatch(block_table, lengths, max_length=max_seqlen_k, cu_seqlens=cu_seqlens_q, max_count=max_seqlen_q)
         result = paged_sdpa(
             q, cache, batch, window=_counted(window_size, causal), softcap=softcap, sinks=sinks, scale=softmax_scale,

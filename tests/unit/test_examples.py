@@ -50,6 +50,13 @@ def test_prequantized_cache() -> None:
     assert "largest difference between the two: 0.0e+00" in text
 
 
+def test_engine_steps() -> None:
+    text = printed("engine_steps.py", "--device", "cpu", "--prompts", "70", "9", "130", "--chunk", "64", "--steps", "3", "--page", "8")
+    assert re.findall(r"new tokens (\[[\d, ]+\])", text) == ["[64, 9, 64]", "[6, 1, 64]", "[1, 1, 2]", "[1, 1, 1]", "[1, 1, 1]"]
+    errors = numbers(text, r"relative L2 error ([\d.]+)")
+    assert len(errors) == 5 and all(0.02 < error < 0.08 for error in errors)
+
+
 def test_calibrate_model(tmp_path: Path) -> None:
     file = tmp_path / "model.fp8attn.json"
     text = printed("calibrate_model.py", "--device", "cpu", "--length", "128", "--save", str(file))

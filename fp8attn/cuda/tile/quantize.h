@@ -380,9 +380,9 @@ struct Queries {
     if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART * Fit::factor(sums) : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`. Half of a team adds up one round, the other half
-  // the next one. The branch in each pair of rounds keeps ptxas from mixing them: it would spill registers of the main
-  // loop for that.
+  // Writes the rows' products with `mean`, times `unit`, to `products`. Half of a team adds up one round, the other
+  // half the next one. The branch in each pair of rounds keeps ptxas from mixing them: it would spill registers of the
+  // main loop for that.
   __device__ void multiply(const KeyMeanQuarter& mean, float unit, float (&products)[ROWS]) const {
 #pragma unroll
     for (int i = 0; i < rounds; i += 2) {
