@@ -278,10 +278,10 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 
 MEAN_MUTANTS = {
     "of the first head": ("hopper_mainloop.h", "p.kv_heads + tile.kv_head;", "p.kv_heads;"),
-    "of other rows": ("tile/quantize.h", "products[row(i + second)]", "products[row(i + !second)]"),
+    "of other rows": ("tile/quantize.h", "products[row(i)]", "products[row(rounds - 1 - i)]"),
     "of the first quarter": ("hopper_mainloop.h", " + QUARTER * queries.member();", ";"),
-    "of a lane": ("tile/quantize.h", "lane > 0; lane /= 2) own +=", "lane > 1; lane /= 2) own +="),
-    "a part's unit": ("tile/quantize.h", "own * (unit * PART)", "own * unit"),
+    "of a lane": ("tile/quantize.h", "lane > 0; lane /= 2) sum +=", "lane > 1; lane /= 2) sum +="),
+    "a part's unit": ("tile/quantize.h", "sum * (unit * PART)", "sum * unit"),
     "of the upper row": ("hopper_mainloop.h", "of_row[f.row], of_row[f.row + 8]", "of_row[f.row], of_row[f.row]"),
 }
 """Of what K's mean adds to the LSE."""

@@ -380,26 +380,18 @@ struct Queries {
     if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART * Fit::factor(sums) : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`. Half of a team adds up one round, the other
-  // half the next one. The branch in each pair of rounds keeps ptxas from mixing them: it would spill registers of the
-  // main loop for that.
+  // Writes the rows' products with `mean`, times `unit`, to `products`. The branch in each round keeps ptxas from
+  // mixing rounds: it would spill registers of the main loop for that.
   __device__ void multiply(const KeyMeanQuarter& mean, float unit, float (&products)[ROWS]) const {
 #pragma unroll
-    for (int i = 0; i < rounds; i += 2) {
+    for (int i = 0; i < rounds; ++i) {
       if (!mean.exists) continue;
-      float sum[2];
+      float sum = 0.0f;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float parts[2] = {};
+      for (int c = 0; c < QUARTER; ++c) sum = fmaf(y[i][c], mean.channels[c], sum);
 #pragma unroll
-        for (int c = 0; c < QUARTER; ++c) parts[c % 2] = fmaf(y[i + r][c], mean.channels[c], parts[c % 2]);
-        sum[r] = parts[0] + parts[1];
-      }
-      const bool second = member() >= team / 2;
-      float own = (second ? sum[1] : sum[0]) + __shfl_xor_sync(~0u, second ? sum[0] : sum[1], team / 2);
-#pragma unroll
-      for (int lane = team / 4; lane > 0; lane /= 2) own += __shfl_xor_sync(~0u, own, lane);
-      if (member() % (team / 2) == 0) products[row(i + second)] = own * (unit * PART);  // as of the scale
+      for (int lane = team / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
+      if (i == member()) products[row(i)] = sum * (unit * PART);  // as of the scale
     }
   }
 };
