@@ -67,7 +67,7 @@ __device__ void prefetch_tile(const DecodeParams& p, const DecodeTiles<HEIGHT>& 
 #pragma unroll 1
   for (int i = lane; i < tile.height(p); i += 32) {
     const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + i);
-    if (!row.exists) continue;
+    if (!row.real) continue;
     const T* q = query_at<T>(p, tile.batch, row);
     for (int channel = 0; channel < DIM; channel += ELEMENTS) ptx::prefetch_l2(q + channel);
   }
@@ -155,7 +155,7 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
     const float l = nonfinite ? NAN : odd ? rows.l[group][1] : rows.l[group][0], m = odd ? rows.m[group][1] : rows.m[group][0];
     const float weight = !complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
     const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
-    if (f.row < 2 && query.exists) {
+    if (f.row < 2 && query.real) {
       if (complete)
         p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
       else
@@ -169,7 +169,7 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
         const float kept = (odd ? of[1] : of[0]) * weight, other = __shfl_xor_sync(~0u, odd ? of[0] : of[1], 4) * weight;
         const float a = odd ? other : kept, b = odd ? kept : other;
         const int channel = WGMMA_ROWS * t + f.row - odd + 8 * h;
-        if (!query.exists) continue;
+        if (!query.real) continue;
         if (complete)
           store_pair(p, row * DIM + channel, a, b);
         else
@@ -336,7 +336,7 @@ __global__ void __launch_bounds__(DECODE_THREADS, Instance::config.ctas) decode(
     prefetch_pages<C, T>(p, shared, tiles);
     ptx::wait_for_grids_before();
     ptx::launch_dependents();
-    store_empty_tiles<C.rows, TileBlocks>(p, C.head_dim);
+    store_empty_rows(p, C.head_dim);
   } else if (threadIdx.x >= DECODERS) {
     load_blocks<C, T>(p, shared, tiles);
   } else {

@@ -27,7 +27,7 @@ DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16
 """Bytes at multiples of which rows of queries start."""
 
-TILE_BYTES = 68
+TILE_BYTES = 64
 """sizeof(DecodeTiles)."""
 
 

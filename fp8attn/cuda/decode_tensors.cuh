@@ -129,7 +129,7 @@ __device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>&
   Rows::for_queries([&](int group, int r) {
     const int mine = QUERY_GROUP * group + f.column + r;
     const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
-    if (!query.exists) return;
+    if (!query.real) return;
     const bool nonfinite = C.fp8 && shared.seen[mine].y >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
     const float l = nonfinite ? NAN : rows.l[group][r], m = rows.m[group][r];
     const float weight = restore * (!complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l);
@@ -260,7 +260,7 @@ __global__ void __launch_bounds__(DECODE_TENSORS_THREADS, Instance::config.ctas)
   const TokenTilesOf<C> tiles(schedule, blockIdx.x);
   if (threadIdx.x >= DECODERS) {
     load_token_blocks<C>(p, shared, tiles);
-    store_empty_tiles<C.rows, TokenBlocks>(p, C.head_dim);
+    store_empty_rows(p, C.head_dim);
   } else {
     attend_to_token_blocks<C, T>(p, shared, tiles, schedule.shares);
   }

@@ -17,7 +17,7 @@ from .decode import E4M3_INSTANCES, WARP, DecodeShape, row_tiles, unsupported_qu
 LEAST_COPY = 8
 """Tokens of the smallest page: fewer rows have another swizzle."""
 
-TILE_BYTES = 64
+TILE_BYTES = 60
 """sizeof(DecodeTiles) of this kernel."""
 
 

@@ -215,8 +215,8 @@ struct DecodeParams {
   int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 10 bits a row tile
 
   // Over rows of the batch, heads and queries. Packed queries count from the first row's on: theirs over rows are 0.
-  int64_t q_strides[3], out_strides[3], lse_strides[2];  // those of the output in rows of D
-  int64_t table_stride;
+  int64_t q_strides[3], table_stride;
+  int out_strides[3], lse_strides[2];  // those of the output in rows of D
 
   int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;  // q_length: the most of a row
   int tokens;  // T, of packed queries

@@ -87,11 +87,15 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
 
   __syncthreads();
 
-  k += coord.first * p.k_strides[2] - coord.slice * CHANNELS;
-  Keys<T> keys(KeyPart(coord.slices, coord.slice));
-  keys.load(shared.tile.tile, k, p.k_strides[2], coord.count);
-  write_key_parts<INT8, T>(p, shared.tile, coord, keys, k);
-  say_done(p, coord);
+  // Its coordinates again, computed here: else registers hold them while V is written, and one is spilled.
+  int cta = blockIdx.x;
+  asm volatile("" : "+r"(cta));
+  const ClusterCoord of_keys(p, cta, true);
+  const auto first_key = [&] { return slice_of<T>(p.k, p.k_strides, of_keys) + of_keys.first * p.k_strides[2] - of_keys.slice * CHANNELS; };
+  Keys<T> keys(KeyPart(p.head_dim / CHANNELS, of_keys.slice));
+  keys.load(shared.tile.tile, first_key(), p.k_strides[2], of_keys.count);
+  write_key_parts<INT8, T>(p, shared.tile, of_keys, keys, first_key);
+  say_done(p, of_keys);
 }
 
 template <class Instance, typename T>

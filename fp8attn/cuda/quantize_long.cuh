@@ -151,24 +151,25 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
   const bool is_keys = item >= slices;
   const ClusterCoord coord = coord_of_chunk<packed>(p, blockIdx.x / (2 * slices), is_keys ? 0 : item);
   if (packed && !coord.exists()) return;
-  const Mine mine;
-  Keys<T> keys(KeyPart(slices, item % slices));
-  const T* k = slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2];
-  if (is_keys)
-    keys.load(shared.tile, k, p.k_strides[2], coord.count);
-  else
-    mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
-  ptx::wait_for_grids_before();
-  ptx::launch_dependents();
-  if (threadIdx.x < slices * BLOCKS) {
+  const auto wait = [&] {
+    ptx::wait_for_grids_before();
+    ptx::launch_dependents();
+    if (threadIdx.x >= slices * BLOCKS) return;
     const int slice = threadIdx.x / BLOCKS, block = threadIdx.x % BLOCKS;
     shared.nonfinite[slice][block] = coord.stats_of(p, coord.token_chunk, slice).nonfinite[block];
-  }
+  };
   if (is_keys) {
+    Keys<T> keys(KeyPart(slices, item - slices));
+    const auto first_key = [&] { return slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]; };
+    keys.load(shared.tile, first_key(), p.k_strides[2], coord.count);
+    wait();
     if (threadIdx.x < p.head_dim) shared.key_mean[threadIdx.x] = p.k_mean[coord.channel() + threadIdx.x];
     __syncthreads();
-    write_key_parts<INT8, T>(p, shared, coord, keys, k);
+    write_key_parts<INT8, T>(p, shared, coord, keys, first_key);
   } else {
+    const Mine mine;
+    mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+    wait();
     if (threadIdx.x < CHANNELS) {
       shared.shift[threadIdx.x] = p.v_mean[coord.channel() + threadIdx.x];
       shared.factor[threadIdx.x] = __fdiv_rn(1.0f, p.v_scale[coord.channel() + threadIdx.x]);

@@ -405,7 +405,7 @@ SYNCS = {
     "what there is to tell": ("  __syncthreads();\n}\n\n// Measures V's tile", "}\n\n// Measures V's tile"),
     "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
     "shifts of all channels": ("/ 32, threadIdx.x % 32);\n  __syncthreads();\n", "/ 32, threadIdx.x % 32);\n"),
-    "values before keys": ("  __syncthreads();\n\n  k += coord.first", "  k += coord.first"),
+    "values before keys": ("  __syncthreads();\n\n  // Its coordinates", "  // Its coordinates"),
     "magnitudes of all warps": ("  __syncthreads();\n}\n\n// Stores the scales", "}\n\n// Stores the scales"),
     "magnitudes of all slices": ("shared.of_warps[warp][n + slice]", "shared.of_warps[warp][n]"),
     "a part before the next": ("    __syncthreads();  // the tile has been read\n", ""),

@@ -185,8 +185,9 @@ PACKED_MUTANTS = {
     "rows with too many": ("tile/paged_schedule.h", "exists = exists && given <= p.q_length;", "exists = exists;"),
     "tokens that aren't there": ("tile/paged_schedule.h", "count = min(given, end),", "count = given,"),
     "the row's own numbers": ("tile/paged_schedule.h", "its_row.begin = of_found(of_lane.begin)", "its_row.begin = of_lane.begin"),
-    "queries of no row": ("tile/paged_parts.h", "batch <= p.batches; batch", "batch < p.batches; batch"),
-    "too many queries": ("tile/paged_parts.h", "first = row.begin + p.q_length,", "first = row.begin + row.given,"),
+    "queries of no row": ("tile/paged_parts.h", "query < p.tokens; query", "query < 0; query"),
+    "queries of a row with too many": ("tile/paged_parts.h", "batch, dim, number < row.count);", "batch, dim, false);"),
+    "queries that are no tokens": ("tile/paged_parts.h", "number < given; ++number", "number < row.count; ++number"),
     "rows of the output": ("tile/paged_schedule.h", "head * p.out_strides[1] + query * p.out_strides[2]", "head + query * p.out_strides[2]"),
 }
 """Mutants that only packed queries show. The last one shows without them."""

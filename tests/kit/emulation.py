@@ -176,8 +176,10 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "cu_seqlens")),
         *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "part_rows", "tickets")),
-        *((name, ctypes.c_int64 * count) for name, count in (("q_strides", 3), ("out_strides", 3), ("lse_strides", 2))),
+        ("q_strides", ctypes.c_int64 * 3),
         ("table_stride", ctypes.c_int64),
+        ("out_strides", ctypes.c_int * 3),
+        ("lse_strides", ctypes.c_int * 2),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence", "tokens")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height")),
         *((name, ctypes.c_int) for name in ("tiles_of_unit", "ctas_of_unit", "ctas_of_unit_inverse", "part")),
@@ -609,8 +611,8 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
         strides = (0, q.stride(1), q.stride(0), 0, 1, p.q_heads, 0, q.size(0))
     p.q_strides, p.out_strides, p.lse_strides = (
         (ctypes.c_int64 * 3)(*strides[:3]),
-        (ctypes.c_int64 * 3)(*strides[3:6]),
-        (ctypes.c_int64 * 2)(*strides[6:]),
+        (ctypes.c_int * 3)(*strides[3:6]),
+        (ctypes.c_int * 2)(*strides[6:]),
     )
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)

@@ -132,7 +132,7 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
       }
     }
     const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
-    if (!query.exists) continue;
+    if (!query.real) continue;
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
     const int64_t index = query.out_row(p, tile.batch);
 #pragma unroll
@@ -147,41 +147,28 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
 __device__ inline void store_nothing(const DecodeParams& p, const QueryRow& query, int batch, int dim, bool nan) {
   const int lane = threadIdx.x % 32;
 #pragma unroll 1
-  for (int channel = 2 * lane; channel < dim; channel += 64) store_pair(p, query.out_row(p, batch) * dim + channel, nan ? NAN : 0.0f, nan ? NAN : 0.0f);
+  for (int channel = 2 * lane; channel < dim; channel += 64) store_pair(p, int64_t(query.out_row(p, batch)) * dim + channel, nan ? NAN : 0.0f, nan ? NAN : 0.0f);
   if (lane == 0) p.lse[query.index(p, batch)] = nan ? NAN : -INFINITE;
 }
 
-// Stores zeros for the rows of tiles without blocks, or NaN if their row of the batch isn't there; and for packed
-// queries that no tile has. CTAs share the tiles. Called by a warp.
-template <int HEIGHT, typename Blocks>
-__device__ void store_empty_tiles(const DecodeParams& p, int dim) {
-  const int of_head = row_tiles<HEIGHT>(p), of_batch = p.kv_heads * of_head;
+// Stores zeros for queries that are no tokens, NaN for those of a row of the batch that isn't there, and zeros for
+// packed queries of no row. Tiles have the others. CTAs share rows and heads. Called by a warp.
+__device__ inline void store_empty_rows(const DecodeParams& p, int dim) {
 #pragma unroll 1
-  for (int tile = blockIdx.x; tile < p.batches * of_batch; tile += p.ctas) {
-    const int batch = tile / of_batch, kv_head = tile % of_batch / of_head, first_row = tile % of_head * HEIGHT;
+  for (int pair = blockIdx.x; pair < p.batches * p.kv_heads; pair += p.ctas) {
+    const int batch = pair / p.kv_heads, first_head = pair % p.kv_heads * p.group;
     const BatchRow row(p, batch);
-    if (Blocks(p, row, first_row, HEIGHT).size() > 0) continue;
+    const int given = queries_of(p, batch, row.begin);
 #pragma unroll 1
-    for (int index = first_row; index < min(p.group * p.q_length, first_row + HEIGHT); ++index) {
-      const QueryRow query(p, row, kv_head, index);
-      if (query.exists) store_nothing(p, query, batch, dim, query.real && !row.exists);
-    }
+    for (int number = row.exists ? row.count : 0; number < given; ++number)
+#pragma unroll 1
+      for (int head = first_head; head < first_head + p.group; ++head) store_nothing(p, QueryRow(head, row.begin + number), batch, dim, number < row.count);
   }
   if (p.cu_seqlens == nullptr) return;
 #pragma unroll 1
-  for (int batch = blockIdx.x; batch <= p.batches; batch += p.ctas) {  // the last one stands for queries of no row
-    int first, count, end;
-    if (batch < p.batches) {
-      const BatchRow row(p, batch);
-      first = row.begin + p.q_length, count = row.begin + row.count, end = row.begin + row.given;
-    } else {
-      first = count = min(max(__ldcg(p.cu_seqlens + batch), 0), p.tokens), end = p.tokens;
-    }
+  for (int query = packed_start(p, p.batches) + blockIdx.x; query < p.tokens; query += p.ctas)
 #pragma unroll 1
-    for (int query = first; query < end; ++query)
-#pragma unroll 1
-      for (int head = 0; head < p.q_heads; ++head) store_nothing(p, QueryRow(head, query), 0, dim, query < count);
-  }
+    for (int head = 0; head < p.q_heads; ++head) store_nothing(p, QueryRow(head, query), 0, dim, false);
 }
 
 }  // namespace fp8attn

@@ -9,21 +9,27 @@ namespace fp8attn {
 constexpr int HALVES = KEYS / HALF_BLOCK;
 static_assert(RECENT % HALF_BLOCK == 0 && KEYS == SCALE_BLOCK);
 
+// Where packed queries of a row of the batch begin, and how many it has from there on.
+__device__ inline int packed_start(const DecodeParams& p, int batch) { return min(max(__ldcg(p.cu_seqlens + batch), 0), p.tokens); }
+__device__ inline int queries_of(const DecodeParams& p, int batch, int begin) {
+  return p.cu_seqlens == nullptr ? p.q_length : max(packed_start(p, batch + 1) - begin, 0);
+}
+
 // A row of the batch, as pages.PagedBatch.rows has it: its sequence, the position behind its last token, and how many
 // of its tokens are new. Only a row that `exists` has a sequence that is in the cache, and no more queries than the
 // call has room for. Its numbers are read from L2: L1 may not have them, as a warp reads them before the grids before
 // have completed.
 struct BatchRow {
   int sequence, end, count;
-  int begin, given;  // the row's first query among all packed ones, or 0; its queries, of which `count` are tokens
+  int begin;  // the row's first query among all packed ones; or 0
   bool exists;
 
   BatchRow() = default;
 
   __device__ BatchRow(const DecodeParams& p, int batch) : BatchRow(p, batch, p.q_length) {
     if (p.cu_seqlens == nullptr) return;
-    begin = min(max(__ldcg(p.cu_seqlens + batch), 0), p.tokens);
-    given = max(min(max(__ldcg(p.cu_seqlens + batch + 1), 0), p.tokens) - begin, 0);
+    begin = packed_start(p, batch);
+    const int given = queries_of(p, batch, begin);
     count = min(given, end), exists = exists && given <= p.q_length;
   }
 
@@ -35,7 +41,7 @@ struct BatchRow {
     sequence = exists ? number : 0;
     end = max(__ldcg(p.lengths + batch), 0);
     count = max(min(min(p.counts == nullptr ? q_length : __ldcg(p.counts + batch), q_length), end), 0);
-    begin = 0, given = q_length;
+    begin = 0;
   }
 };
 
@@ -165,7 +171,7 @@ struct DecodeSchedule {
         block -= __shfl_sync(~0u, upto - mine, found);
         const auto of_found = [&](int x) { return __shfl_sync(~0u, x, found); };
         its_row.sequence = of_found(of_lane.sequence), its_row.end = of_found(of_lane.end), its_row.count = of_found(of_lane.count);
-        its_row.begin = of_found(of_lane.begin), its_row.given = of_found(of_lane.given), its_row.exists = of_found(of_lane.exists);
+        its_row.begin = of_found(of_lane.begin), its_row.exists = of_found(of_lane.exists);
         return start + found;
       }
       block -= __shfl_sync(~0u, upto, 31);
@@ -237,21 +243,21 @@ struct DecodeTiles {
 // A thread's row of a tile, as a query of a head.
 struct QueryRow {
   int head, query;    // `query`: among those of the row of the batch, or among all packed ones
-  bool exists, real;  // whether the call has it, and whether it is a token of its sequence
+  bool real;          // whether it is a token of its sequence
   int position;       // of the token; -1 if it isn't one
 
   __device__ QueryRow(const DecodeParams& p, const BatchRow& row, int kv_head, int index) {
     const int number = query_of(p, index);
     head = kv_head * p.group + index - number * p.group, query = row.begin + number;
-    exists = number < row.given, real = number < row.count;
+    real = number < row.count;
     position = real ? row.end - row.count + number : -1;
   }
 
-  __device__ QueryRow(int its_head, int its_query) : head(its_head), query(its_query), exists(true), real(true), position(-1) {}
+  __device__ QueryRow(int its_head, int its_query) : head(its_head), query(its_query), real(true), position(-1) {}
 
   // Its index in the LSE, and its row of the output.
-  __device__ int64_t index(const DecodeParams& p, int batch) const { return batch * p.lse_strides[0] + head * p.lse_strides[1] + query; }
-  __device__ int64_t out_row(const DecodeParams& p, int batch) const { return batch * p.out_strides[0] + head * p.out_strides[1] + query * p.out_strides[2]; }
+  __device__ int index(const DecodeParams& p, int batch) const { return batch * p.lse_strides[0] + head * p.lse_strides[1] + query; }
+  __device__ int out_row(const DecodeParams& p, int batch) const { return batch * p.out_strides[0] + head * p.out_strides[1] + query * p.out_strides[2]; }
 };
 
 }  // namespace fp8attn

@@ -71,18 +71,20 @@ __device__ inline void finish_keys(const QuantizeParams& p, TileStorage& shared,
 // Keys of a token chunk that fit into a tile: all slices of some blocks, so that scales need no other CTA. The tile has
 // the blocks one after another, and of a block its slices.
 struct KeyPart {
-  int slices, log_slices, blocks, first_block;
+  int slices, first_block;
 
   // `number`: of the part. A token chunk is divided into 1, 2, 4 and 4 parts of 1 to 4 slices.
-  __device__ KeyPart(int slices, int number)
-      : slices(slices), log_slices(slices == 1 ? 0 : slices == 2 ? 1 : 2), blocks(BLOCKS >> log_slices), first_block(number * blocks) {}
+  __device__ KeyPart(int slices, int number) : slices(slices), first_block(number * blocks()) {}
+
+  __device__ int log_slices() const { return (slices > 1) + (slices > 2); }
+  __device__ int blocks() const { return BLOCKS >> log_slices(); }
 
   // Number of groups of 128 rows of the tile.
-  __device__ int groups() const { return blocks * slices; }
+  __device__ int groups() const { return blocks() * slices; }
 
   // The block, of the token chunk's, and slice of the n-th group.
-  __device__ int block_of(int n) const { return first_block + (n >> log_slices); }
-  __device__ int slice_of(int n) const { return n & (1 << log_slices) - 1; }
+  __device__ int block_of(int n) const { return first_block + (n >> log_slices()); }
+  __device__ int slice_of(int n) const { return n & (1 << log_slices()) - 1; }
 };
 
 // How threads divide K's tile. A warp has 16 rows of each group, a quad of lanes two of them, and a thread four
@@ -202,8 +204,8 @@ __device__ void find_largest(TileStorage& shared, const ClusterCoord& coord, con
 // scale of the part's block threadIdx.x % BLOCKS.
 template <bool INT8, typename T>
 __device__ float finish_blocks(const QuantizeParams& p, const TileStorage& shared, const ClusterCoord& coord, const Keys<T>& keys) {
-  const int n = threadIdx.x % BLOCKS << keys.part.log_slices, block = keys.part.first_block + threadIdx.x % BLOCKS;
-  if (threadIdx.x % BLOCKS >= keys.part.blocks) return 0.0f;
+  const int n = threadIdx.x % BLOCKS << keys.part.log_slices(), block = keys.part.first_block + threadIdx.x % BLOCKS;
+  if (threadIdx.x % BLOCKS >= keys.part.blocks()) return 0.0f;
   float largest = 0.0f;
   bool has_nonfinite_key = false;
   for (int slice = 0; slice < keys.part.slices; ++slice) {
@@ -254,9 +256,9 @@ __device__ void write_keys(const QuantizeParams& p, TileStorage& shared, const C
 }
 
 // Quantizes the parts of a token chunk's keys that a CTA has, from `keys.part` on: every `slices`-th one. Copies of the
-// first have begun; the mean and the non-finite tokens of V are there.
-template <bool INT8, typename T>
-__device__ void write_key_parts(const QuantizeParams& p, TileStorage& shared, const ClusterCoord& coord, Keys<T>& keys, const T* from) {
+// first have begun; the mean and the non-finite tokens of V are there. from(): the token chunk's first token.
+template <bool INT8, typename T, typename From>
+__device__ void write_key_parts(const QuantizeParams& p, TileStorage& shared, const ClusterCoord& coord, Keys<T>& keys, From&& from) {
 #pragma unroll 1
   for (;;) {
     find_largest<INT8, T>(shared, coord, keys);
@@ -267,10 +269,10 @@ __device__ void write_key_parts(const QuantizeParams& p, TileStorage& shared, co
       write_keys<true, INT8, T>(p, shared, coord, keys, inverse);
     else
       write_keys<false, INT8, T>(p, shared, coord, keys, inverse);
-    keys.part.first_block += keys.part.blocks * keys.part.slices;
+    keys.part.first_block += keys.part.groups();
     if (keys.part.first_block >= BLOCKS) break;
     __syncthreads();  // the tile has been read
-    keys.load(shared.tile, from, p.k_strides[2], coord.count);
+    keys.load(shared.tile, from(), p.k_strides[2], coord.count);
   }
 }
 
