@@ -168,6 +168,9 @@ def test_packed_starts_out_of_range_are_no_indices(backend: str, device: torch.d
     case = Case((300, 200, 100), queries=2)
     q, storage, batch = case.cache(torch.device("cpu") if backend == "emulated" else device)
     packed_q, packed_batch = packed(q, batch, (2, 1, 2), 2)
+    edges = torch.tensor((1, 2, 3, 5), dtype=torch.int32, device=q.device)
+    out, lse = attend(library_of(backend, case), case, packed_q, storage, dataclasses.replace(packed_batch, cu_seqlens=edges), H100)
+    assert not out[0].any() and bool((lse[:, 0] == -torch.inf).all()), "a token of no row, before the first one"
     for starts in ((0, 2, 1 << 30, -7), (0, 2, -(1 << 31), (1 << 31) - 1), (0, 2, 1, 0)):
         edges = torch.tensor(starts, dtype=torch.int32, device=q.device)
         out, _ = attend(library_of(backend, case), case, packed_q, storage, dataclasses.replace(packed_batch, cu_seqlens=edges), H100)

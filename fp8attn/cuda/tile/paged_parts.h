@@ -165,10 +165,13 @@ __device__ inline void store_empty_rows(const DecodeParams& p, int dim) {
       for (int head = first_head; head < first_head + p.group; ++head) store_nothing(p, QueryRow(head, row.begin + number), batch, dim, number < row.count);
   }
   if (p.cu_seqlens == nullptr) return;
+  const int begin = packed_start(p, 0), end = packed_start(p, p.batches);
 #pragma unroll 1
-  for (int query = packed_start(p, p.batches) + blockIdx.x; query < p.tokens; query += p.ctas)
+  for (int query = blockIdx.x; query < p.tokens; query += p.ctas) {
+    if (query >= begin && query < end) continue;
 #pragma unroll 1
     for (int head = 0; head < p.q_heads; ++head) store_nothing(p, QueryRow(head, query), 0, dim, false);
+  }
 }
 
 }  // namespace fp8attn
