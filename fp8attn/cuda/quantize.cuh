@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord(p, blockIdx.x, true);
+  const ClusterCoord coord(p, blockIdx.x);
   const Mine mine;
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   // Its coordinates again, computed here: else registers hold them while V is written, and one is spilled.
   int cta = blockIdx.x;
   asm volatile("" : "+r"(cta));
-  const ClusterCoord of_keys(p, cta, true);
+  const ClusterCoord of_keys(p, cta);
   const auto first_key = [&] { return slice_of<T>(p.k, p.k_strides, of_keys) + of_keys.first * p.k_strides[2] - of_keys.slice * CHANNELS; };
   Keys<T> keys(KeyPart(p.head_dim / CHANNELS, of_keys.slice));
   keys.load(shared.tile.tile, first_key(), p.k_strides[2], of_keys.count);

@@ -33,7 +33,7 @@ __device__ ClusterCoord coord_of_head(const QuantizeParams& p, int number) {
   if constexpr (PACKED)
     return ClusterCoord(p, pair / p.heads, pair % p.heads, number % slices);
   else
-    return ClusterCoord(p, pair * ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK) * slices + number % slices, false);
+    return ClusterCoord(p, pair * ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK) * slices + number % slices);
 }
 
 // A slice of the n-th token chunk. In order are heads and their token chunks. Of packed sequences it is places and
@@ -43,7 +43,7 @@ __device__ ClusterCoord coord_of_chunk(const QuantizeParams& p, int n, int slice
   if constexpr (PACKED)
     return ClusterCoord::of_place(p, n / p.heads, n % p.heads, slice);
   else
-    return ClusterCoord(p, n * (p.head_dim / CHANNELS) + slice, false);
+    return ClusterCoord(p, n * (p.head_dim / CHANNELS) + slice);
 }
 
 // CTAs of `measure_kv` that have a slice of a head's sample of K. They are the first of its grid.

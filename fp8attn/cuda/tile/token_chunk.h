@@ -102,31 +102,26 @@ struct PackedSequence {
 // Coordinates of a CTA in its head, and the head.
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
-  int first_token_chunk;  // of the CTA's cluster
-  bool alone;             // in its cluster
   int length;             // tokens of the head
   // of packed sequences: the first token, the places of its first token chunk and page. Otherwise 0.
   bool packed = false;
   int begin = 0, first_place = 0, first_page = 0;
 
-  // `cta`: number of the CTA: heads, their token chunks, their slices. `whole`: a cluster has all of a head, not only
-  // the slices of one token chunk.
-  __device__ ClusterCoord(const QuantizeParams& p, int cta, bool whole)
+  // `cta`: number of the CTA: heads, their token chunks, their slices.
+  __device__ ClusterCoord(const QuantizeParams& p, int cta)
       : token_chunks((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK), slices(p.head_dim / CHANNELS) {
     const int rank = cta % (token_chunks * slices);
     token_chunk = rank / slices, slice = rank % slices;
     first = token_chunk * TOKEN_CHUNK, count = min(p.length - first, TOKEN_CHUNK);
     pair = cta / (token_chunks * slices);
     batch = pair / p.heads, head = pair % p.heads;
-    first_token_chunk = whole ? 0 : token_chunk;
-    alone = (whole ? token_chunks * slices : slices) == 1;
     length = p.length;
   }
 
   // Of packed sequences: a slice of the token chunk at a place, which may be empty.
   __device__ static ClusterCoord of_place(const QuantizeParams& p, int place, int head, int slice) {
     ClusterCoord coord(p, sequence_at<TOKEN_CHUNK>(p, p.sequences, place), head, slice);
-    coord.token_chunk = coord.first_token_chunk = max(place - coord.first_place, 0);  // below 0 only if starts aren't in order
+    coord.token_chunk = max(place - coord.first_place, 0);  // below 0 only if starts aren't in order
     coord.first = coord.token_chunk * TOKEN_CHUNK, coord.count = min(coord.length - coord.first, TOKEN_CHUNK);
     if (place < coord.first_place) coord.count = 0;
     return coord;
@@ -134,13 +129,12 @@ struct ClusterCoord {
 
   // Of packed sequences: a slice of the first token chunk of a sequence.
   __device__ ClusterCoord(const QuantizeParams& p, int sequence, int its_head, int its_slice)
-      : slices(p.head_dim / CHANNELS), token_chunk(0), slice(its_slice), first(0), batch(0), head(its_head), first_token_chunk(0), packed(true) {
+      : slices(p.head_dim / CHANNELS), token_chunk(0), slice(its_slice), first(0), batch(0), head(its_head), packed(true) {
     const PackedSequence found(p, sequence);
     begin = found.begin, length = found.length;
     token_chunks = (length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
     count = min(length, TOKEN_CHUNK);
     pair = sequence * p.heads + head;
-    alone = slices == 1;
     first_place = fp8attn::first_place<TOKEN_CHUNK>(begin, sequence), first_page = fp8attn::first_place<KEYS>(begin, sequence);
   }
 
@@ -159,7 +153,9 @@ struct ClusterCoord {
     return __fdiv_rn(1.0f, length / step * LANES + min(length % step, LANES));
   }
 
-  __device__ int rank_of(int its_token_chunk, int its_slice) const { return (its_token_chunk - first_token_chunk) * slices + its_slice; }
+  // Of the head's cluster: the rank of a CTA, and whether there is only one.
+  __device__ int rank_of(int its_token_chunk, int its_slice) const { return its_token_chunk * slices + its_slice; }
+  __device__ bool alone() const { return token_chunks * slices == 1; }
 
   // Binary logarithm of the number of words (channel pairs) whose mean of K the CTA of one token chunk computes. The
   // last token chunks may have none.
@@ -184,13 +180,13 @@ struct ClusterCoord {
 
 // Prepares a barrier for `bytes` that `send` brings.
 __device__ inline void expect(const ClusterCoord& coord, uint64_t* barrier, int bytes) {
-  ptx::mbarrier_init(barrier, coord.alone ? 1 + bytes / 16 : 1);
-  ptx::mbarrier_expect(barrier, coord.alone ? 0 : bytes);
+  ptx::mbarrier_init(barrier, coord.alone() ? 1 + bytes / 16 : 1);
+  ptx::mbarrier_expect(barrier, coord.alone() ? 0 : bytes);
 }
 
 // Sends 16 bytes to the CTA with this rank in the cluster, as dsmem_store. A cluster of one CTA has no DSMEM.
 __device__ inline void send(const ClusterCoord& coord, int rank, void* to, uint4 x, uint64_t* barrier) {
-  if (!coord.alone) return dsmem_store(rank, to, x, barrier);
+  if (!coord.alone()) return dsmem_store(rank, to, x, barrier);
   *static_cast<uint4*>(to) = x;
   ptx::mbarrier_arrive(barrier);
 }

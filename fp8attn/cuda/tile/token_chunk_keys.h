@@ -92,7 +92,7 @@ struct KeyPart {
 template <typename T>
 struct Keys {
   static constexpr int distance = 8;           // between the two rows of a quad
-  static constexpr int at_once = 32 / CHUNKS;  // rows that a warp copies at a time
+  static constexpr int copied_rows = 32 / CHUNKS;  // that a warp copies together
   const KeyRotation<T, true> rotation = KeyRotation<T, true>(threadIdx.x);
   KeyPart part;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
@@ -109,7 +109,7 @@ struct Keys {
   template <typename F>
   __device__ void for_chunks(F&& f) const {
 #pragma unroll
-    for (int i = 0; i < 16; i += at_once) f(warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
+    for (int i = 0; i < 16; i += copied_rows) f(warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
   }
 
   // `keys`: the token chunk's first token, at the head's first channel. Tokens from `count` on are zero. Every group is
@@ -123,7 +123,7 @@ struct Keys {
         const T* from = keys + first * stride + part.slice_of(n) * CHANNELS;
         for_chunks([&](int row, int chunk) {
           ptx::cp_async_16(&chunk_of(tile, n * KEYS + row, chunk), from, first + row < count);
-          from += at_once * stride;
+          from += copied_rows * stride;
         });
       }
       ptx::cp_async_commit();

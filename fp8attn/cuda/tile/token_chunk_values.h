@@ -166,15 +166,15 @@ struct Measured {
 
   // Measures a slice. Non-finite tokens go to `nonfinite`.
   __device__ void operator()(MomentsStorage& shared, const Mine& mine) const {
-    constexpr int at_once = STEPS / 2;
+    constexpr int loads = STEPS / 2;  // in flight
     ChunkMoments<T> found;
 #pragma unroll 1
-    for (int first = 0; first < STEPS; first += at_once) {
-      uint4 words[at_once];
+    for (int first = 0; first < STEPS; first += loads) {
+      uint4 words[loads];
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
+      for (int i = 0; i < loads; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
 #pragma unroll
-      for (int i = 0; i < at_once; ++i) found.add(words[i], first + i < count);
+      for (int i = 0; i < loads; ++i) found.add(words[i], first + i < count);
     }
     if (!found.is_finite()) {
       found = ChunkMoments<T>();
