@@ -188,8 +188,8 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: b
 def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, is_packed: bool) -> list[str]:
     """Which kernels quantize which operands, and why others don't."""
     said = []
-    if is_packed and k is not None:
-        reason = ops.unsupported_cuda_quantize(k, v, recipe, device_of(k.device), packed=True) if v is not None else None
+    if is_packed and k is not None and v is not None:
+        reason = ops.unsupported_cuda_quantize(k, v, recipe, device_of(k.device), packed=True)
         by = "the CUDA quantizer for Hopper" if reason is None else f"Triton; not by the Hopper quantizer: {reason}"
         said.append(f"key and value are quantized by {by}")
         k = v = None

@@ -174,7 +174,7 @@ class PagedBatch:
     def most_queries(self, q: torch.Tensor) -> int:
         """The largest number of queries of a row, of q (B, Hq, S, D) or packed (T, Hq, D)."""
         most = tokens_of(q)
-        return most if self.cu_seqlens is None or self.max_count is None else min(most, self.max_count)
+        return most if self.max_count is None else min(most, self.max_count)
 
     @property
     def most_pages(self) -> int:
@@ -196,7 +196,7 @@ class PagedBatch:
             begins, counts = edges[:-1], [max(end - begin, 0) for begin, end in itertools.pairwise(edges)]
         numbers = [*range(batch)] if self.sequences is None else self.sequences.tolist()
         found = []
-        most = math.inf if self.cu_seqlens is None or self.max_count is None else self.max_count
+        most = math.inf if self.max_count is None else self.max_count
         for row in range(batch):
             end = max(lengths[row], 0)
             sequence = numbers[row] if 0 <= numbers[row] < sequences and counts[row] <= most else None
@@ -270,11 +270,15 @@ def tokens_of(x: torch.Tensor) -> int:
     return x.shape[2] if x.dim() == 4 else x.shape[0]
 
 
+def lse_shape(q: torch.Tensor) -> tuple[int, ...]:
+    """(B, Hq, S) of q (B, Hq, S, D), or (Hq, T) of packed q (T, Hq, D)."""
+    return tuple(q.shape[:3]) if q.dim() == 4 else (q.shape[1], q.shape[0])
+
+
 def empty_answer(q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs and LSEs, float32, of queries that see nothing: (B, Hq, S, Dv) and (B, Hq, S), or packed (T, Hq, Dv) and
     (Hq, T)."""
-    shape = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), q.new_full(shape, -math.inf, dtype=torch.float32)
+    return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), q.new_full(lse_shape(q), -math.inf, dtype=torch.float32)
 
 
 class Stage(NamedTuple):

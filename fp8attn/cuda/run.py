@@ -9,7 +9,7 @@ import torch
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
 from ..paged_tensors import PagedTensors
-from ..pages import PagedBatch, PagedCall, Stage, Storage
+from ..pages import PagedBatch, PagedCall, Stage, Storage, lse_shape
 from ..quantization import empty_packed, sample_size
 from ..recipe import FUSED_RECIPES, Packed, ProductType, Quantized, Recipe
 from ..reference import Scoring, causal_offset
@@ -364,8 +364,7 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
 
 def _decoded(q: torch.Tensor, ctas: int, height: int, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """What a decode kernel writes: output, LSE, and two tensors of partial results, of `height` rows of a tile."""
-    of_rows = q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0])
-    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(of_rows, dtype=torch.float32)
+    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32)
     return out, lse, *(q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (q.shape[-1], 2))
 
 

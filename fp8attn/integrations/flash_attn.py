@@ -21,6 +21,9 @@ from ..validate import E4M3_BYTES, Backend
 Attention = torch.Tensor | tuple[torch.Tensor, torch.Tensor, None]
 """Output; or output, LSE and None in place of the probabilities."""
 
+Descale = torch.Tensor | float | None
+"""What restores an e4m3 cache."""
+
 UNLIMITED: Window = (-1, -1)
 
 
@@ -90,8 +93,8 @@ def flash_attn_varlen_func(
     block_table: torch.Tensor | None = None,
     *,
     seqused_k: torch.Tensor | None = None,
-    k_descale: torch.Tensor | float | None = None,
-    v_descale: torch.Tensor | float | None = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     sinks: torch.Tensor | None = None,
     recipe: Recipe = DEFAULT_RECIPE,
     backend: Backend = "auto",
@@ -165,8 +168,8 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
     *,
-    k_descale: torch.Tensor | float | None = None,
-    v_descale: torch.Tensor | float | None = None,
+    k_descale: Descale = None,
+    v_descale: Descale = None,
     sinks: torch.Tensor | None = None,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -250,9 +253,6 @@ def _counted(window_size: Window, causal: bool) -> Window:
     """A window_size as `window` of fp8attn.paged_sdpa."""
     left, right = window_size
     return left, 0 if causal else right
-
-
-Descale = torch.Tensor | float | None
 
 
 def _cache_of(name: str, k: torch.Tensor, v: torch.Tensor, k_descale: Descale, v_descale: Descale) -> PagedTensors:

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from .. import pages
 from ..device import Device
-from ..pages import LARGEST_LENGTH, PagedBatch, PagedCall, tokens_of
+from ..pages import LARGEST_LENGTH, PagedBatch, PagedCall, lse_shape, tokens_of
 from .fit import fitted_codes
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
@@ -419,7 +419,7 @@ class Outputs:
         """Of queries (B, Hq, S, D), or packed (T, Hq, D)."""
         packed = q.dim() == 3
         out = torch.empty(*q.shape[:-1], value_dim, dtype=dtype, device=q.device)
-        lse = torch.empty((q.shape[1], q.shape[0]) if packed else q.shape[:3], dtype=torch.float32, device=q.device)
+        lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
         partial = sums = None
         if splits > 1:
             partial = torch.empty(splits, *out.shape, dtype=torch.float32, device=q.device)

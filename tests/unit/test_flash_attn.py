@@ -146,7 +146,7 @@ def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options:
 
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"causal": True, "window_size": (6, 3), "softcap": 3.0}))
 def test_packed_queries_attend_to_pages(options: dict[str, Any]) -> None:
-    """Of sequences whose lengths are told by either argument; tokens of no sequence are zeros."""
+    """Of sequences whose lengths either argument has; tokens of no sequence are zeros."""
     arguments, k, v = cached(True)
     counts, used = (1, 3), torch.tensor(LENGTHS_OF_CACHE, dtype=torch.int32)
     q = torch.randn(6, 4, 32, generator=torch.Generator().manual_seed(1)).half()
