@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp8attn.cuda import append, build, decode, decode_tensors, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda import append, build, decode, decode_tensors, fused_head, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.configs import GROUPS, VARLEN_GROUPS, HopperConfig, Scores
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.cuda.render import Config
@@ -105,7 +105,8 @@ def rows() -> list[Row]:
             "tiles come from a table, with lengths of their own; the last rows of a sequence are stored one by one",
             hopper_only(*VARLEN_GROUPS.values()),
         ),
-        Row("fused small", "bf16 or fp16, default recipe, few keys", "one launch does all", hopper_only(fused_small.INSTANCES)),
+        Row("fused small", "bf16 or fp16, default recipe, few keys, few heads", "one launch does all", hopper_only(fused_small.INSTANCES)),
+        Row("fused head", "the same with more keys or more heads", "one launch does all; a CTA keeps a head", hopper_only(fused_head.INSTANCES)),
         Row(
             "quantizer of K and V",
             "K and V in bf16 or fp16, default recipe or `PRECISE`",

@@ -18,6 +18,7 @@ from fp8attn import Quantized, Recipe, ops, problem_ops
 from fp8attn.call import Call
 from fp8attn.cuda import build, configs, portable
 from fp8attn.cuda import run as cuda_run
+from fp8attn.cuda.one_launch import OneLaunch
 from fp8attn.device import Device, device_of
 from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize as quantize_ref
@@ -90,7 +91,8 @@ def on_the_way(tensors: Tensors, options: dict) -> bool:
     if recipe != FUSED_RECIPES[recipe.qk]:
         return False
     problem = fp8attn.call.Problem(q, k, v, q.shape[3] ** -0.5, recipe.qk, attn_mask=options.get("attn_mask"))
-    return problem_ops.way_of(problem, device_of(q.device)) in ("one launch", "two launches")
+    way = problem_ops.way_of(problem, device_of(q.device))
+    return isinstance(way, OneLaunch) or way == "two launches"
 
 
 def instances(call: Call, device: Device) -> list[cuda_run.Config]:

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 PARTS: dict[str, tuple[str, ...]] = {
-    "attention": ("hopper_forward", "portable_forward", "attention_kernel", "forward_kernel", "fused_small"),
+    "attention": ("hopper_forward", "portable_forward", "attention_kernel", "forward_kernel", "fused_small", "fused_head"),
     "merging": ("merge_kernel",),
     "quantization": ("measure_kv", "finish_kv", "write_kv", "quantize", "gather_kernel", "finish_kernel", "write_kernel"),
     "transfers": ("nccl",),

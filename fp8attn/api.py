@@ -232,8 +232,8 @@ def sdpa(
             and can be compiled, and Triton for other calls on a GPU. For CPU tensors it takes the exact reference,
             which doesn't use the recipe. `modelled` has the numerics of the kernels in plain torch, on any device.
             With the default recipe and `PRECISE`, `auto` and `cuda` quantize and attend in one launch if
-            fp8attn.cuda.fused_small takes the call. If it doesn't, the attention kernel quantizes query. The bits are
-            the same.
+            fp8attn.cuda.one_launch has one for the call. If it doesn't, the attention kernel quantizes query. The bits
+            are the same.
 
     Returns:
         out (B, Hq, Sq, Dv); with `return_lse` also LSE (B, Hq, Sq) float32, which includes sinks. A row without visible

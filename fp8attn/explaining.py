@@ -15,8 +15,9 @@ from . import triton as triton_kernels
 from .backends import choose_backend, cuda_unavailable, triton_unavailable
 from .cache import KVCache
 from .call import Call, Problem
-from .cuda import configs, early, fused_small, prefill
+from .cuda import configs, early, prefill
 from .cuda.configs import HopperConfig
+from .cuda.one_launch import OneLaunch
 from .cuda.portable import PortableConfig
 from .device import device_of
 from .paged import New, Options, append_backend, attention_call, checked_call, checked_tensors_call, paged_sdpa
@@ -205,8 +206,8 @@ def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     """The plan of the operator that quantizes and attends."""
     device, is_packed = device_of(problem.q.device), problem.varlen is not None
     way = problem_ops.way_of(problem, device)
-    if way == "one launch":
-        return Plan("cuda", "fused_small", fused_small.choose(problem.q), "e4m3", (*because, "quantized and attended in one launch"))
+    if isinstance(way, OneLaunch):
+        return Plan("cuda", way.kernel, way.config, "e4m3", (*because, "quantized and attended in one launch"))
     if way == "quantize first":
         because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed)
         return _explain_attention(problem_ops.quantized_call(problem)[0], chosen, because)

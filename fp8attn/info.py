@@ -140,7 +140,7 @@ def _cuda_kernels(device: Device) -> str:
     if device.arch < 80:
         return "need sm_80"
     operands = "e4m3 as it is" if device.has_fp8_units else "e4m3 as half"
-    return f"{'fused_small, hopper, and for what they refuse ' if device.arch // 10 == 9 else ''}portable, which multiplies {operands}"
+    return f"{'fused_small, fused_head, hopper, and for what they refuse ' if device.arch // 10 == 9 else ''}portable, which multiplies {operands}"
 
 
 def _line(tell: Callable[[], str]) -> str:

@@ -12,16 +12,17 @@ import torch
 from . import ops, validate
 from .ambient import shielded
 from .call import Call, Problem, empty_lse, empty_output
-from .cuda import build, configs, early, fused_small
+from .cuda import build, configs, early, one_launch
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
+from .cuda.one_launch import OneLaunch
 from .device import Device, device_of
 from .recipe import FUSED_RECIPES, ProductType, Quantized
 from .reference import CAUSAL_WINDOW, Causal
 
 
-def unsupported_one_launch(problem: Problem, device: Device) -> str | None:
-    """Why quantization and attention aren't a single launch, or None if they are.
+def plan_one_launch(problem: Problem, device: Device) -> OneLaunch | str:
+    """The single launch that quantizes and attends, or why there is none.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
@@ -32,7 +33,8 @@ def unsupported_one_launch(problem: Problem, device: Device) -> str | None:
     if problem.window != CAUSAL_WINDOW or problem.softcap or problem.sinks is not None:
         return "window, softcap or sinks is given; it takes none"
     q, k, v = problem.q, problem.k, problem.v
-    return fused_small.unsupported_call(q, k, v, problem.softmax_scale, device) or build.unavailable()
+    planned = one_launch.plan(q, k, v, problem.softmax_scale, device)
+    return planned if isinstance(planned, str) else build.unavailable() or planned
 
 
 def unsupported_fused_q(problem: Problem, device: Device) -> str | None:
@@ -47,7 +49,7 @@ def unsupported_fused_q(problem: Problem, device: Device) -> str | None:
     return reason or build.unavailable()
 
 
-Way = Literal["one launch", "two launches", "fused q", "quantize first"]
+Way = OneLaunch | Literal["two launches", "fused q", "quantize first"]
 """How plain tensors are quantized and attended to: one kernel does both; a kernel quantizes k and v, and the attention
 kernel q; k and v are quantized by any quantizer, and q by the attention kernel; all are quantized first."""
 
@@ -57,8 +59,8 @@ def way_of(problem: Problem, device: Device) -> Way:
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    if problem.varlen is None and unsupported_one_launch(problem, device) is None:
-        return "one launch"
+    if problem.varlen is None and isinstance(launch := plan_one_launch(problem, device), OneLaunch):
+        return launch
     if unsupported_fused_q(problem, device) is not None:
         return "quantize first"
     if problem.varlen is not None:
@@ -109,8 +111,8 @@ def quantize_and_attend(problem: Problem, backend: ops.Forward, required: bool) 
     with ops.current(problem.q.device):
         try:
             way = way_of(problem, device)
-            if way == "one launch":
-                return cuda_run.forward_from_fp16(problem, device)
+            if isinstance(way, OneLaunch):
+                return cuda_run.forward_from_fp16(problem, device, way)
             if way == "two launches":
                 return early.quantize_and_attend(problem, device)
             if way == "fused q":

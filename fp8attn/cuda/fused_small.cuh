@@ -19,6 +19,7 @@
 #include "tile/output.h"
 #include "tile/quantize.h"
 #include "tile/dsmem.h"
+#include "tile/key_block.h"
 
 namespace fp8attn {
 
@@ -30,7 +31,6 @@ struct FusedSmallShape {
   static_assert(C.cluster * C.consumers == 2 * slices);
   // one block of keys for each warpgroup with channels of K, and one rotated part per row
   static_assert(slices == BLOCKS && C.head_dim == PART);
-  static constexpr int panel = C.head_dim;          // bytes of a row of Q
   static constexpr int block_bytes = KEYS * SLICE;  // codes of a slice of one block
   static constexpr int width = C.head_dim + ONES;
   static constexpr int threads = 128 * C.consumers;
@@ -57,8 +57,8 @@ template <FusedSmallConfig C>
 struct alignas(1024) FusedSmallStorage {
   using S = FusedSmallShape<C>;
   uint8_t v[BLOCKS][S::width * KEYS];
-  uint8_t q[C.consumers][ROWS * S::panel];
-  uint8_t k[BLOCKS][S::slices][S::block_bytes];
+  uint8_t q[C.consumers][ROWS * C.head_dim];
+  KeyColumns k[BLOCKS];
   WarpgroupSmem warpgroups[C.consumers];
   alignas(16) float channel_scale[C.head_dim], channel_mean[C.head_dim];
   alignas(16) uint32_t nonfinite[S::slices][STEPS];
@@ -123,67 +123,6 @@ __device__ void measure_keys(const Params& p, FusedSmallStorage<C>& shared, cons
   if (quad < QUADS) dsmem_store(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(own.shift)[quad], &shared.means_full);
 }
 
-// A block of K. A quad of lanes has four keys, and each lane four channels of every quarter of these keys.
-template <typename T>
-struct KeyBlock {
-  static constexpr int pairs = KEYS / 4 / 16;  // pairs of keys per thread
-  const int warp = threadIdx.x % 128 / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
-  int first, length;
-  uint2 raw[pairs][QUARTERS][2];
-
-  // Index of a key in the block.
-  __device__ int key(int pair, int i) const { return 32 * warp + 16 * pair + 8 * i + lane / 4; }
-
-  __device__ bool exists(int pair, int i) const { return first + key(pair, i) < length; }
-
-  // Loads the block. Keys beyond the end are zero.
-  __device__ KeyBlock(const T* head, int64_t stride, int block, int its_length) : first(block * KEYS), length(its_length) {
-#pragma unroll
-    for (int pair = 0; pair < pairs; ++pair) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const T* at = head + (first + key(pair, i)) * stride + column;
-#pragma unroll
-        for (int quarter = 0; quarter < QUARTERS; ++quarter)
-          raw[pair][quarter][i] = exists(pair, i) ? *reinterpret_cast<const uint2*>(at + quarter * QUARTER) : uint2{};
-      }
-    }
-  }
-
-  // y: the keys, rotated, minus the mean. Returns the largest magnitude of the warp's keys that exist. Non-finite
-  // elements become NaN.
-  __device__ float rotate(float (&y)[pairs][QUARTERS][2][4], const float4 (&mean)[QUARTERS]) {
-    const KeyRotation<T, false> rotation(threadIdx.x);
-    float largest;
-#pragma unroll 1
-    for (;;) {
-      largest = 0.0f;
-#pragma unroll
-      for (int pair = 0; pair < pairs; ++pair) {
-        rotation(y[pair], [&](uint32_t (&words)[4], int quarter) {
-          const uint2 upper = raw[pair][quarter][0], lower = raw[pair][quarter][1];
-          words[0] = upper.x, words[1] = lower.x, words[2] = upper.y, words[3] = lower.y;
-        });
-#pragma unroll
-        for (int i = 0; i < 2 * QUARTERS; ++i) {
-          float(&row)[4] = y[pair][i / 2][i % 2];
-          centre(row, mean[i / 2]);
-          // fmaxf ignores NaN
-          const float of_row = fmaxf(fmaxf(fabsf(row[0]), fabsf(row[1])), fmaxf(fabsf(row[2]), fabsf(row[3])));
-          if (exists(pair, i % 2)) largest = fmaxf(largest, of_row);
-        }
-      }
-      if (!__any_sync(~0u, largest == INFINITE)) break;
-#pragma unroll
-      for (int i = 0; i < 2 * pairs * QUARTERS; ++i) {
-        uint2& words = raw[i / (2 * QUARTERS)][i / 2 % QUARTERS][i % 2];
-        words = nan_where_nonfinite<T>(words);
-      }
-    }
-    return __uint_as_float(__reduce_max_sync(~0u, __float_as_uint(largest)));
-  }
-};
-
 // Four channels of the rotated mean that is subtracted from K. `quad` is lane % (PART / 4). Called by a whole warp.
 template <FusedSmallConfig C>
 __device__ float4 rotated_mean(const FusedSmallStorage<C>& shared, int quad) {
@@ -222,14 +161,14 @@ __device__ KeyMeanQuarter mean_of_quarter(const FusedSmallStorage<C>& shared, in
 
 // Quantizes block part.slice of K. Sends its largest magnitude to all CTAs, and copies the codes to them.
 template <FusedSmallConfig C, typename T>
-__device__ void quantize_keys(FusedSmallStorage<C>& shared, const Part<C>& part, KeyBlock<T>& keys, int blocks) {
+__device__ void quantize_keys(FusedSmallStorage<C>& shared, const Part<C>& part, KeyBlock<T, WARPGROUP_WARPS>& keys, int blocks) {
   using S = FusedSmallShape<C>;
   WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
   const int thread = threadIdx.x % 128, block = part.slice;
   float4 mean[QUARTERS];
   ptx::mbarrier_wait(&shared.means_full, 0);
   finish_means(shared, mean);
-  float y[KeyBlock<T>::pairs][QUARTERS][2][4];
+  float y[KeyBlock<T, WARPGROUP_WARPS>::pairs][QUARTERS][2][4];
   const float of_warp = keys.rotate(y, mean);
   if (keys.lane == 0) own.largest[keys.warp] = of_warp;
   ptx::warpgroup_sync(1 + part.warpgroup);
@@ -239,18 +178,7 @@ __device__ void quantize_keys(FusedSmallStorage<C>& shared, const Part<C>& part,
   ptx::mbarrier_wait(&shared.stats_full, 0);
   uint32_t nonfinite = 0;
   for (int i = 0; i < S::slices; ++i) nonfinite |= shared.nonfinite[i][block * (KEYS / LANES) + keys.warp];
-#pragma unroll
-  for (int pair = 0; pair < KeyBlock<T>::pairs; ++pair) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int key = keys.key(pair, i);
-#pragma unroll
-      for (int quarter = 0; quarter < QUARTERS; ++quarter) {
-        const uint32_t codes = codes_of<false>(y[pair][quarter][i], factor);
-        *reinterpret_cast<uint32_t*>(&shared.k[block][quarter][key * QUARTER + keys.column]) = nonfinite >> key % LANES & 1 ? NAN_CODES<false> : codes;
-      }
-    }
-  }
+  keys.store(shared.k[block], y, factor, nonfinite);
   ptx::fence_proxy_async();
   ptx::warpgroup_sync(1 + part.warpgroup);
   if (block < blocks && thread < C.cluster) dsmem_copy(part.rank, thread, shared.k[block], sizeof(shared.k[block]), &shared.k_full[block]);
@@ -302,19 +230,6 @@ __device__ void quantize_values(const Params& p, FusedSmallStorage<C>& shared, c
   if (const int n = thread / C.cluster; n < blocks) dsmem_copy(part.rank, thread % C.cluster, &shared.v[n][part.slice * S::block_bytes], S::block_bytes, &shared.v_full[n]);
 }
 
-// Issues Q * K^T for a block of keys.
-template <FusedSmallConfig C>
-__device__ void start_scores(float (&s)[KEYS / 2], const uint8_t* q, const uint8_t* k) {
-  using S = FusedSmallShape<C>;
-  const uint64_t rows = ptx::wgmma_descriptor<S::panel>(ptx::shared_address(q));
-  const uint64_t keys = ptx::wgmma_descriptor_of_columns(ptx::shared_address(k), S::block_bytes);
-  ptx::wgmma_fence();
-  ptx::Wgmma<KEYS>::template run<false>(s, rows, keys);
-#pragma unroll
-  for (int step = 1; step < C.head_dim / 32; ++step) ptx::Wgmma<KEYS>::template run<true>(s, rows + 2 * step, keys + 2 * step * (S::block_bytes / 16));
-  ptx::wgmma_commit();
-}
-
 // Attention of 64 queries to all their keys. The next block's Q * K^T is issued behind this block's P * V. `k_scale` is
 // the scale of block lane % BLOCKS.
 template <FusedSmallConfig C>
@@ -328,7 +243,7 @@ __device__ void attend(const Params& p, FusedSmallStorage<C>& shared, int warpgr
   bool int_max_ok;
   const auto start = [&](int n) {
     ptx::mbarrier_wait(&shared.k_full[n], 0);
-    start_scores<C>(s, q, shared.k[n][0]);
+    issue_qk_of_columns(s, q, shared.k[n]);
   };
   const auto prepare = [&](int n) {
     const float key_factor = p.score_scale * __shfl_sync(~0u, k_scale, n);
@@ -409,7 +324,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   }
 
   const T* of_keys = reinterpret_cast<const T*>(p.k) + batch * p.k_strides[0] + kv_head * p.k_strides[1];
-  KeyBlock<T> keys(of_keys, p.k_strides[2], part.slice, part.of_keys ? p.kv_length : 0);
+  KeyBlock<T, WARPGROUP_WARPS> keys(of_keys, p.k_strides[2], part.slice, part.of_keys ? p.kv_length : 0);
 
   if (part.of_keys)
     measure_keys<C>(p, shared, part, slice);
@@ -418,7 +333,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   if (attends) {
     queries.template rotate<T>();
     queries.quantize(own.row_scale, [&](int row, int column, uint4 codes) {
-      *reinterpret_cast<uint4*>(shared.q[part.warpgroup] + ptx::swizzled<S::panel>(row, column)) = codes;
+      *reinterpret_cast<uint4*>(shared.q[part.warpgroup] + ptx::swizzled<C.head_dim>(row, column)) = codes;
     });
     if (thread < ROWS) own.row_end[thread] = visible.end(tile.first_row + thread);
     ptx::fence_proxy_async();

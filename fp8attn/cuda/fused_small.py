@@ -86,8 +86,12 @@ def unsupported_config(config: FusedSmallConfig, device: Device) -> str | None:
 def splits(config: FusedSmallConfig, q: torch.Tensor, k: torch.Tensor) -> int:
     """Number of clusters for a head of K and V, each of which quantizes it: enough that no warpgroup has a second query
     tile."""
-    tiles = q.shape[1] // k.shape[1] * -(-q.shape[2] // ROWS)
-    return -(-tiles // config.cluster_tiles)
+    return -(-row_tiles(q, k) // config.cluster_tiles)
+
+
+def row_tiles(q: torch.Tensor, k: torch.Tensor) -> int:
+    """Tiles of ROWS queries that attend to one head of K and V."""
+    return q.shape[1] // k.shape[1] * -(-q.shape[2] // ROWS)
 
 
 def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -96,14 +100,15 @@ def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return dim in DIMS and v.shape[3] == dim and q.dtype in HALVES and q.dtype == k.dtype == v.dtype and k.shape[2] <= LONGEST
 
 
-def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
-    """The reason why a call of plain tensors can't run in one launch, or None if it can."""
+def unsupported_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, dims: frozenset[int], longest: int) -> str | None:
+    """The reason why a kernel for these head dims and up to `longest` keys can't take plain tensors, or None if it
+    can."""
     if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
-    if q.shape[3] not in DIMS or v.shape[3] != q.shape[3]:
-        return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(str(c.head_dim) for c in INSTANCES)}"
-    if not 0 < k.shape[2] <= LONGEST:
-        return f"there are {k.shape[2]} keys; it takes 1 to {LONGEST}"
+    if q.shape[3] not in dims or v.shape[3] != q.shape[3]:
+        return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(map(str, sorted(dims)))}"
+    if not 0 < k.shape[2] <= longest:
+        return f"there are {k.shape[2]} keys; it takes 1 to {longest}"
     if 0 in q.shape:
         return f"query has shape {tuple(q.shape)}"
     if not softmax_scale > 0:
@@ -112,6 +117,14 @@ def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_
         reason = unsupported_tma(x, name)
         if reason is not None:
             return reason
+    return None
+
+
+def unsupported_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> str | None:
+    """The reason why a call of plain tensors can't run in one launch, or None if it can."""
+    reason = unsupported_operands(q, k, v, softmax_scale, DIMS, LONGEST)
+    if reason is not None:
+        return reason
     config = choose(q)
     reason = unsupported_config(config, device)
     if reason is not None:

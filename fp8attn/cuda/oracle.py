@@ -17,6 +17,7 @@ from ..call import Call
 from ..device import device_of
 from ..recipe import Quantized
 from .configs import KEYS, HopperConfig
+from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
 from .portable import PortableConfig
 from .render import Attending as Config
@@ -85,7 +86,7 @@ def oracle(quantized: tuple[Quantized, Quantized, Quantized], call: Call, config
         return (out, lse) if call.sinks is None else reference.with_sinks(out, lse, call.sinks)
 
     parts_of_row = (config.splits if isinstance(config, PortableConfig) else 1) * splits
-    if parts_of_row == 1 or isinstance(config, FusedSmallConfig):
+    if parts_of_row == 1 or isinstance(config, FusedSmallConfig | FusedHeadConfig):
         return whole(*pipeline(call.attn_mask))
     owner = _owners(call, config, splits)
     parts = []

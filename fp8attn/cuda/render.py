@@ -16,13 +16,14 @@ from .append import OF_WORD, AppendConfig
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .decode import DecodeConfig
 from .decode_tensors import DecodeTensorsConfig
+from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
 from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
 from .prefill import HALF_BLOCK, PrefillConfig
 from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
 
-Attending = HopperConfig | PortableConfig | FusedSmallConfig
+Attending = HopperConfig | PortableConfig | FusedSmallConfig | FusedHeadConfig
 Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | DecodeTensorsConfig | PrefillConfig | AppendConfig
 
 RENDERED = "// Rendered by fp8attn/cuda/render.py."
@@ -221,6 +222,7 @@ KINDS = {
     HopperConfig: ("hopper.cuh", "SharedStorage", "Params"),
     PortableConfig: ("portable.cuh", "PortableStorage", "Params"),
     FusedSmallConfig: ("fused_small.cuh", "FusedSmallStorage", "Params"),
+    FusedHeadConfig: ("fused_head.cuh", "FusedHeadStorage", "Params"),
     QuantizeConfig: ("quantize.cuh", "QuantizeStorage", "QuantizeParams"),
     GeneralQuantizeConfig: ("general_quantize.cuh", "GeneralQuantizeStorage", "GeneralQuantizeParams"),
     UnsmoothLseConfig: ("unsmooth_lse.cuh", "", "UnsmoothLseParams"),
@@ -266,7 +268,7 @@ def widths(configs: Sequence[Config]) -> list[int]:
     """Widths of the wgmma accumulators that instances use."""
     found: set[int] = set()
     for c in configs:
-        if isinstance(c, FusedSmallConfig):
+        if isinstance(c, FusedSmallConfig | FusedHeadConfig):
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
             found |= {KEYS, *c.value_widths}

@@ -15,8 +15,9 @@ from ..recipe import FUSED_RECIPES, Packed, ProductType, Quantized, Recipe
 from ..reference import Scoring, causal_offset
 from ..rotation import part_of
 from ..schedule import TABLE_HEADER, heads_side_by_side
-from . import append, build, configs, decode, decode_tensors, fused_small, general_quantize, portable, prefill, quantize
+from . import append, build, configs, decode, decode_tensors, general_quantize, one_launch, portable, prefill, quantize
 from .configs import KEYS, ROWS, HopperConfig
+from .one_launch import OneLaunch
 from .portable import PortableConfig
 
 Config = HopperConfig | PortableConfig
@@ -189,10 +190,11 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
     return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), Scratch(int(takes_next), *stored)
 
 
-def forward_from_fp16(problem: Problem, device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+def forward_from_fp16(problem: Problem, device: Device, launch: OneLaunch) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization with the default recipe and attention in one launch.
 
-    `fused_small.unsupported_call` must return None for the problem.
+    Args:
+        launch: of `one_launch.plan`.
 
     Returns:
         out (B, Hq, Sq, D); LSE (B, Hq, Sq), empty if not asked for.
@@ -202,11 +204,14 @@ def forward_from_fp16(problem: Problem, device: Device) -> tuple[torch.Tensor, t
     """
     q, k, v = problem.q, problem.k, problem.v
     out, lse = empty_output(q, v.shape[3], problem.out_dtype), empty_lse(q, problem.return_lse)
-    config = fused_small.choose(q)
-    library = build.load_with(config, fused_small.INSTANCES, device.arch)
-    splits = fused_small.splits(config, q, k)
-    ctas = k.shape[0] * k.shape[1] * splits * config.cluster
-    arguments = library.launchers[config], ctas, splits, problem.softmax_scale, causal_offset(problem.causal, q.shape[2], k.shape[2])
+    library = build.load_with(launch.config, one_launch.group(launch.config), device.arch)
+    arguments = (
+        library.launchers[launch.config],
+        launch.ctas,
+        launch.splits,
+        problem.softmax_scale,
+        causal_offset(problem.causal, q.shape[2], k.shape[2]),
+    )
     library.operators.forward_from_fp16.default(*arguments, q, k, v, out, lse if problem.return_lse else None)
     return out, lse
 

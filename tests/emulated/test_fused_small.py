@@ -13,31 +13,19 @@ from torch.library import opcheck
 
 import emulation
 import fp8attn
-from closeness import assert_matches_pipeline, on_grid
-from emulated import Emulated, quantized
-from fp8attn import Recipe, reference
-from fp8attn.call import Problem
-from fp8attn.cuda import fused_small
-from fp8attn.cuda import run as cuda_run
-from fp8attn.cuda.oracle import oracle
-from fp8attn.device import ARCHITECTURES, device_of
+from closeness import on_grid
+from emulated import Emulated
+from fp8attn import Recipe
+from fp8attn.cuda import fused_small, one_launch
+from fp8attn.device import ARCHITECTURES
 from fp8attn.ops import library_ops
-from fp8attn.prepare import call_of
-from fp8attn.quantization import coarse, quantize, removable, value_mean
+from fp8attn.quantization import coarse, removable, value_mean
 from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.reference import Causal
+from one_launch import assert_bits_of_two_launches, assert_emulated, assert_same_bits_a_thousand_times, halves
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
-
-
-def halves(
-    q: tuple[int, ...], k: tuple[int, ...], device: str | torch.device = "cpu", dtype: torch.dtype = torch.bfloat16
-) -> tuple[torch.Tensor, ...]:
-    """q, k and v of these shapes; rotated, q and k need no rounding."""
-    generator = torch.Generator().manual_seed(sum(q) + sum(k))
-    query, key, value = (torch.randn(shape, generator=generator).to(device, dtype) for shape in (q, k, k))
-    return on_grid(query), on_grid(key), value
 
 
 @pytest.mark.parametrize(
@@ -106,21 +94,12 @@ def test_takes_from_v_what_the_definition_takes() -> None:
     ),
 )
 def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...], k: tuple[int, ...], causal: Causal, dtype: torch.dtype) -> None:
-    """As the oracle of the definition's bytes, in any order of warps, copies and products; with rows that aren't finite."""
-    config = fused_small.INSTANCES[0]
+    """With rows that aren't finite."""
     query, key, value = halves(q, k, dtype=dtype)
     query[0, 0, 9, 1] = torch.nan
     if k[2] > 77:
         key[0, 0, 77, 3], value[0, 0, 200, 5] = torch.inf, torch.nan
-    operands = quantized(query, key, value, Recipe())
-    options: dict = dict(is_causal=causal != "none", enable_gqa=True, out_dtype=torch.float32, return_lse=True)
-    expected, expected_lse = oracle(operands, call_of(*operands, **options, scale=0.125), config)
-    first = emulated.from_fp16(query, key, value, 0.125, causal, torch.float32)
-    assert_matches_pipeline(first[0], expected, True, expected_lse)
-    expected_lse = reference.unsmoothed_lse(expected_lse, query, operands[1].mean, 0.125, operands[1].rotated)
-    torch.testing.assert_close(first[1], expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
-    for x, y in zip(emulated.from_fp16(query, key, value, 0.125, causal, torch.float32), first, strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    assert_emulated(emulated, one_launch.small(query, key), (query, key, value), causal)
 
 
 @pytest.mark.parametrize("options", (("none", False), ("top_left", True)))
@@ -183,31 +162,13 @@ def test_errors_are_the_same(device: torch.device, monkeypatch: pytest.MonkeyPat
     assert messages[0] == messages[1]
 
 
-def assert_bits_of_two_launches(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str, scale: float = 0.125, out_dtype: torch.dtype = torch.float32
-) -> None:
-    """Of the output, NaN included; the LSE, to which two kernels add the part of K's mean, is close."""
-    device = device_of(q.device)
-    if fused_small.unsupported_config(fused_small.INSTANCES[0], device) is not None:
-        pytest.skip("needs sm_90")
-    assert fused_small.unsupported_call(q, k, v, scale, device) is None
-    quantized = quantize(q, k, v, Recipe())
-    options = dict(is_causal=causal != "none", causal_alignment="bottom_right" if causal == "bottom_right" else "top_left", scale=scale)
-    call = fp8attn.prepare.call_of(*quantized, **options, enable_gqa=True, out_dtype=out_dtype, return_lse=True)
-    expected, expected_lse = cuda_run.forward(call, device)
-    out, lse = cuda_run.forward_from_fp16(Problem(q, k, v, scale, "e4m3", causal, out_dtype, True), device)
-    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-    expected_lse = reference.unsmoothed_lse(expected_lse, q, quantized[1].mean, scale, quantized[1].rotated)
-    torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-4, equal_nan=True)
-
-
 @pytest.mark.gpu
 @given(case=cases(masks=("none", "causal", "bottom right")))
 def test_has_the_bits_of_two_launches(case: Case, device: torch.device) -> None:
     dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
     case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, recipe=Recipe())
     q, k, v = case.tensors(device)
-    assert_bits_of_two_launches(on_grid(q), on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
+    assert_bits_of_two_launches("fused_small", on_grid(q), on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
 
 
 @pytest.mark.gpu
@@ -220,19 +181,9 @@ def test_what_is_not_finite(device: torch.device, q: tuple[int, ...], k: tuple[i
     key[0, 0, 3, 3] = torch.inf
     value[0, 0, 77, 5] = -torch.inf
     value[-1, -1, :, 40] = torch.nan
-    assert_bits_of_two_launches(query, key, value, causal)
+    assert_bits_of_two_launches("fused_small", query, key, value, causal)
 
 
 @pytest.mark.gpu
 def test_same_bits_a_thousand_times(device: torch.device) -> None:
-    """A bit that moves is a race."""
-    q, k, v = halves((2, 8, 511, 64), (2, 8, 487, 64), device)
-    assert_bits_of_two_launches(q, k, v, "top_left")
-
-    def once() -> torch.Tensor:
-        return cuda_run.forward_from_fp16(Problem(q, k, v, 0.125, "e4m3", "top_left"), device_of(q.device))[0]
-
-    expected, different = once(), torch.zeros((), dtype=torch.int64, device=device)
-    for _ in range(1000):
-        different += (once() != expected).sum()
-    assert int(different) == 0
+    assert_same_bits_a_thousand_times("fused_small", *halves((2, 8, 511, 64), (2, 8, 487, 64), device))

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from compiling import compiled, numbers
-from fp8attn.cuda import append, decode, decode_tensors, fused_small, general_quantize, portable, prefill, quantize
+from fp8attn.cuda import append, decode, decode_tensors, fused_head, fused_small, general_quantize, portable, prefill, quantize
 from fp8attn.cuda.append import AppendConfig
 from fp8attn.cuda.configs import GROUPS, REGISTER_FILE, HopperConfig, round_up
 from fp8attn.cuda.decode import DecodeConfig
 from fp8attn.cuda.decode_tensors import DecodeTensorsConfig
+from fp8attn.cuda.fused_head import FusedHeadConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConfig
 from fp8attn.cuda.portable import DIMS, PortableConfig
@@ -117,8 +118,8 @@ def test_hopper_that_quantizes_queries(nvcc: str, tmp_path: Path, config: Hopper
         assert numbers(entry)[1] <= STACK.get(config, 0), entry
 
 
-@pytest.mark.parametrize("config", one_of(0, fused_small.INSTANCES))
-def test_short(nvcc: str, tmp_path: Path, config: FusedSmallConfig) -> None:
+@pytest.mark.parametrize("config", one_of(0, fused_small.INSTANCES + fused_head.INSTANCES))
+def test_one_launch(nvcc: str, tmp_path: Path, config: FusedSmallConfig | FusedHeadConfig) -> None:
     for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
         registers, stack = numbers(entry)
         assert stack == 0 and registers * config.threads <= REGISTER_FILE, entry

@@ -26,7 +26,7 @@ from caps import TENSOR_CORE_CAPS, capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from fp8attn import Recipe, reference
 from fp8attn.backends import cuda_unavailable
-from fp8attn.cuda import append, build, configs, fused_small, general_quantize, portable, render, run
+from fp8attn.cuda import append, build, configs, fused_head, fused_small, general_quantize, portable, render, run
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda.build import Binding, BuildError, Kernels
 from fp8attn.cuda.configs import (
@@ -446,7 +446,7 @@ def test_a_wheels_binding_is_compiled_once(fresh: Path, tmp_path: Path, monkeypa
 
 
 def test_libraries_of_an_architecture() -> None:
-    by_themselves = fused_small.INSTANCES, cuda_quantize.INSTANCES, general_quantize.INSTANCES
+    by_themselves = fused_small.INSTANCES, fused_head.INSTANCES, cuda_quantize.INSTANCES, general_quantize.INSTANCES
     groups = build.groups(90)
     assert set(by_themselves) < set(groups) and len({config for group in groups for config in group}) == sum(map(len, groups))
     assert all(
@@ -507,6 +507,7 @@ KINDS: tuple[render.Config, ...] = (
     INT8_INSTANCES[0],
     INT8_FUSED_Q_INSTANCES[0],
     fused_small.INSTANCES[0],
+    fused_head.INSTANCES[0],
     cuda_quantize.INSTANCES[0],
     *general_quantize.INSTANCES,
     append.INSTANCES[0],

@@ -23,6 +23,7 @@ from fp8attn.cuda import early
 from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import HopperConfig
+from fp8attn.cuda.one_launch import OneLaunch
 from fp8attn.cuda.portable import PortableConfig
 from fp8attn.device import ARCHITECTURES, Device
 from fp8attn.prepare import call_of
@@ -72,12 +73,12 @@ class Emulated:
         return out, lse
 
     def from_fp16(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, causal: Causal, out_dtype: torch.dtype, launch: OneLaunch
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and LSE of quantization and attention in one launch."""
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_run.build, "load_with", lambda config, *_: self.library(config))
-            return cuda_run.forward_from_fp16(Problem(q, k, v, softmax_scale, "e4m3", causal, out_dtype, True), H100)
+            return cuda_run.forward_from_fp16(Problem(q, k, v, softmax_scale, "e4m3", causal, out_dtype, True), H100, launch)
 
 
 def _apart(shards: tuple[torch.Tensor, ...], rows: int) -> torch.Tensor:

@@ -33,15 +33,16 @@ import torch
 from fp8attn import schedule
 from fp8attn.cuda import append, build, decode, decode_tensors, general_quantize, prefill, quantize, render
 from fp8attn.cuda.configs import KEYS, OUTPUT_BYTES, ROWS, HopperConfig
+from fp8attn.cuda.fused_head import FusedHeadConfig
 from fp8attn.cuda.fused_small import FusedSmallConfig
 from fp8attn.cuda.portable import PortableConfig
 
 HERE = Path(__file__).parent / "emulation"
 TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
-Config = HopperConfig | PortableConfig | FusedSmallConfig
+Config = HopperConfig | PortableConfig | FusedSmallConfig | FusedHeadConfig
 
-MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig: "fused_small.cpp"}
+MAIN = {HopperConfig: "hopper.cpp", PortableConfig: "grid.cpp", FusedSmallConfig: "fused_small.cpp", FusedHeadConfig: "fused_head.cpp"}
 """The source that runs an instance."""
 
 

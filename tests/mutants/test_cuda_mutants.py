@@ -21,7 +21,7 @@ from emulation import mutate
 from fp8attn import Recipe, reference, rotation
 from fp8attn.backends import cuda_unavailable
 from fp8attn.call import Call, Problem, empty_lse, empty_output
-from fp8attn.cuda import build, configs, early, fused_small
+from fp8attn.cuda import build, configs, early, fused_small, one_launch
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES, SOFTCAP_INSTANCES, WINDOW_INSTANCES
 from fp8attn.cuda.oracle import oracle
@@ -144,7 +144,9 @@ def check_fused_small() -> list[str]:
     seen = []
     for causal in ("none", "top_left"):
         call = call_by(quantized, causal)
-        out, lse = cuda_run.forward_from_fp16(Problem(q, k, v, call.softmax_scale, "e4m3", causal, torch.float32, True), device_of(device))
+        out, lse = cuda_run.forward_from_fp16(
+            Problem(q, k, v, call.softmax_scale, "e4m3", causal, torch.float32, True), device_of(device), one_launch.small(q, k)
+        )
         expected, expected_lse = oracle(quantized, call, fused_small.INSTANCES[0])
         expected_lse = reference.unsmoothed_lse(expected_lse, q, quantized[1].mean, call.softmax_scale, quantized[1].rotated)
         seen += compare((out, lse), (expected, expected_lse))

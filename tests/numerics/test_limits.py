@@ -15,8 +15,9 @@ import fp8attn
 from closeness import relative
 from fp8attn import Recipe, reference
 from fp8attn.call import GROUPS, Call, HalfKeys, Problem
-from fp8attn.cuda import build, configs, early, fused_small, general_quantize, portable, run
+from fp8attn.cuda import build, configs, early, general_quantize, one_launch, portable, run
 from fp8attn.cuda import quantize as cuda_quantize
+from fp8attn.cuda.one_launch import OneLaunch
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.quantization import import_values, quantize
 from fp8attn.recipe import E4M3
@@ -174,11 +175,13 @@ def test_no_cuda_kernel_has_a_larger_grid_than_there_is(monkeypatch: pytest.Monk
             run.quantize_kv(k, v, "e4m3", H100)
             if configs.unsupported_q_quant(q, v.shape[3], 1.0, "e4m3", H100) is None:
                 early.quantize_and_attend(Problem(q, k, v, 1.0), H100)
-        assert fused_small.unsupported_call(q, k, v, 1.0, H100) is not None
+        if isinstance(planned := one_launch.plan(q, k, v, 1.0, H100), OneLaunch):
+            run.forward_from_fp16(Problem(q, k, v, 1.0), H100, planned)
     attend(call_on_meta((1, 1, 64, 64), (1, 1, 1 << 20, 64), Recipe()), L40S)  # CTAs share keys
     small = [meta(1, 4, 300, 64) for _ in range(3)]
-    assert fused_small.unsupported_call(*small, 1.0, H100) is None
-    run.forward_from_fp16(Problem(*small, 1.0), H100)
+    planned = one_launch.plan(*small, 1.0, H100)
+    assert isinstance(planned, OneLaunch)
+    run.forward_from_fp16(Problem(*small, 1.0), H100, planned)
     for name, ctas in found:
         assert_fits((ctas,), name)
     assert {name for name, _ in found} == places.keys()

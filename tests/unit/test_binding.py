@@ -20,7 +20,7 @@ import fp8attn
 from emulated import in_shards, quantized
 from fp8attn import recording
 from fp8attn.call import HALVES, Problem
-from fp8attn.cuda import append, build, decode, decode_tensors, fused_small, general_quantize, prefill, run
+from fp8attn.cuda import append, build, decode, decode_tensors, fused_small, general_quantize, one_launch, prefill, run
 from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Stage, Storage
@@ -106,7 +106,11 @@ def test_params_of_one_launch_are_as_described(recorder: Recorder, dtype: torch.
     library = build.Library(SimpleNamespace(forward_from_fp16=operator), dict.fromkeys(fused_small.INSTANCES, recorder.launcher))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_with", lambda *_: library)
-        run.forward_from_fp16(Problem(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "e4m3", "bottom_right", torch.float16, True), H100)
+        run.forward_from_fp16(
+            Problem(q, k, v.transpose(1, 2).contiguous().transpose(1, 2), 0.1, "e4m3", "bottom_right", torch.float16, True),
+            H100,
+            one_launch.small(q, k),
+        )
     ctas, params = recorder.recorded()
     expected = bytes(emulation.MAPS) + bytes(emulation.params_from_fp16(told[0]))
     assert ctas == told[0][1] and params[: len(expected)] == expected and not any(params[len(expected) :])

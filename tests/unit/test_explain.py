@@ -19,7 +19,7 @@ from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, page
 from fp8attn import quantization as quantize_ref
 from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
-from fp8attn.cuda import build, configs, early, fused_small, prefill
+from fp8attn.cuda import build, configs, early, prefill
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
 from fp8attn.recipe import FUSED_RECIPES
@@ -88,8 +88,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         monkeypatch.setattr(module, "choose_backend", lambda backend, device: backend)
     monkeypatch.setattr(build, "unavailable", lambda *_: None)
     monkeypatch.setattr(cuda_run, "forward", lambda call, device, config, **_: of_call("cuda", config, call))
-    monkeypatch.setattr(cuda_run, "forward_from_fp16", lambda p, device: seen.attend(
-        "cuda", fused_small.choose(p.q), p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
+    monkeypatch.setattr(cuda_run, "forward_from_fp16", lambda p, device, launch: seen.attend(
+        "cuda", launch.config, p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
     monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, out_dtype: seen.attend(
         "cuda", prefill.choose(call.q.shape[3], call.recipe.qk), call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
     monkeypatch.setattr(early, "forward_when_ready", when_ready)

@@ -286,6 +286,15 @@ struct KeyMeanQuarter {
     for (int i = 0; i < QUARTER; i += 4) reinterpret_cast<float4&>(mean.channels[i]) = exists ? __ldcg(reinterpret_cast<const float4*>(from + i)) : float4{};
     return mean;
   }
+
+  // From shared memory.
+  __device__ static KeyMeanQuarter of(const float* from) {
+    KeyMeanQuarter mean;
+    mean.exists = true;
+#pragma unroll
+    for (int i = 0; i < QUARTER; i += 4) reinterpret_cast<float4&>(mean.channels[i]) = *reinterpret_cast<const float4*>(from + i);
+    return mean;
+  }
 };
 
 // ROWS rows of Q in bfloat16 or half, which a warpgroup rotates and quantizes with one scale per row. A team of threads

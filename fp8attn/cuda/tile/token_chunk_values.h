@@ -1,6 +1,7 @@
 // V's side of a token chunk: its moments, the means and scales from the moments of all token chunks, the codes.
 #pragma once
 
+#include "../ptx/warpgroup.h"
 #include "token_chunk.h"
 
 namespace fp8attn {
@@ -8,9 +9,16 @@ namespace fp8attn {
 // What a thread loads and measures of V's tile: one chunk of the tokens of one lane. The lanes of a warp are WARPS
 // apart, because quantization.lane_sum adds such lanes first.
 struct Mine {
+  int part;
+  uint32_t thread;
   int chunk, lane;
 
-  __device__ Mine() : chunk(threadIdx.x % CHUNKS), lane(threadIdx.x / 32 + threadIdx.x % 32 / CHUNKS * WARPS) {}
+  // `its_part`: of a CTA's parts of THREADS threads each, which measure different tiles.
+  __device__ explicit Mine(int its_part = 0)
+      : part(its_part), thread(threadIdx.x - its_part * THREADS), chunk(thread % CHUNKS), lane(thread / 32 + thread % 32 / CHUNKS * WARPS) {}
+
+  // Barrier of the part.
+  __device__ void sync() const { ptx::threads_sync<THREADS>(1 + part); }
 
   // The thread's i-th token of block n.
   __device__ int token(int n, int i) const { return n * KEYS + i * LANES + lane; }
@@ -96,33 +104,33 @@ struct ChunkMoments {
 
 // Moments of a slice of a token chunk, from those of all threads.
 template <typename T>
-__device__ void join_moments(Moments (&warps)[WARPS], Moments& token_chunk, ChunkMoments<T>& found, int chunk) {
+__device__ void join_moments(Moments (&warps)[WARPS], Moments& token_chunk, ChunkMoments<T>& found, const Mine& mine) {
   // the order of quantization.lane_sum: lanes 16 apart, then 8, 4, 2 and 1
   found.join(16);
   found.join(8);
-  if (threadIdx.x % 32 < CHUNKS) {
-    Moments& of_warp = warps[threadIdx.x / 32];
-    float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * chunk]);
+  if (mine.thread % 32 < CHUNKS) {
+    Moments& of_warp = warps[mine.thread / 32];
+    float4* sum = reinterpret_cast<float4*>(&of_warp.sum[8 * mine.chunk]);
     sum[0] = {found.sum[0], found.sum[1], found.sum[2], found.sum[3]}, sum[1] = {found.sum[4], found.sum[5], found.sum[6], found.sum[7]};
-    reinterpret_cast<uint4*>(of_warp.low)[chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
-    reinterpret_cast<uint4*>(of_warp.high)[chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
+    reinterpret_cast<uint4*>(of_warp.low)[mine.chunk] = {found.low[0], found.low[1], found.low[2], found.low[3]};
+    reinterpret_cast<uint4*>(of_warp.high)[mine.chunk] = {found.high[0], found.high[1], found.high[2], found.high[3]};
   }
-  __syncthreads();
+  mine.sync();
   static_assert(WARPS == 8 && CHANNELS + 2 * WORDS <= THREADS);
-  const int word = threadIdx.x % WORDS;
-  if (threadIdx.x < CHANNELS) {
-    const auto sum_of = [&](int warp) { return warps[warp].sum[threadIdx.x]; };
-    token_chunk.sum[threadIdx.x] = ((sum_of(0) + sum_of(4)) + (sum_of(2) + sum_of(6))) + ((sum_of(1) + sum_of(5)) + (sum_of(3) + sum_of(7)));
-  } else if (threadIdx.x < CHANNELS + WORDS) {
+  const int word = mine.thread % WORDS;
+  if (mine.thread < CHANNELS) {
+    const auto sum_of = [&](int warp) { return warps[warp].sum[mine.thread]; };
+    token_chunk.sum[mine.thread] = ((sum_of(0) + sum_of(4)) + (sum_of(2) + sum_of(6))) + ((sum_of(1) + sum_of(5)) + (sum_of(3) + sum_of(7)));
+  } else if (mine.thread < CHANNELS + WORDS) {
     uint32_t low = warps[0].low[word];
     for (int i = 1; i < WARPS; ++i) low = least<T>(low, warps[i].low[word]);
     token_chunk.low[word] = low;
-  } else if (threadIdx.x < CHANNELS + 2 * WORDS) {
+  } else if (mine.thread < CHANNELS + 2 * WORDS) {
     uint32_t high = warps[0].high[word];
     for (int i = 1; i < WARPS; ++i) high = most<T>(high, warps[i].high[word]);
     token_chunk.high[word] = high;
   }
-  __syncthreads();
+  mine.sync();
 }
 
 // Measures V's tile as it arrives. Non-finite elements become NaN in the tile, and their tokens go to own.nonfinite.
@@ -154,27 +162,26 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
     }
   }
   __syncthreads();  // `warps` overlaps `sampled`, which has been read
-  join_moments<T>(shared.values.warps, shared.own.token_chunk, found, mine.chunk);
+  join_moments<T>(shared.values.warps, shared.own.token_chunk, found, mine);
 }
 
-// What a thread measures of global memory: one chunk of tokens that lie `step` apart.
-template <typename T>
+// What a thread measures of global memory: one chunk of tokens that lie `step` apart. LOADS of them are in flight.
+template <typename T, int LOADS>
 struct Measured {
   const T* from;
   int64_t step;
   int count;  // of STEPS tokens, the others don't exist
 
   // Measures a slice. Non-finite tokens go to `nonfinite`.
-  __device__ void operator()(MomentsStorage& shared, const Mine& mine) const {
-    constexpr int loads = STEPS / 2;  // in flight
+  __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine) const {
     ChunkMoments<T> found;
 #pragma unroll 1
-    for (int first = 0; first < STEPS; first += loads) {
-      uint4 words[loads];
+    for (int first = 0; first < STEPS && __any_sync(~0u, first < count); first += LOADS) {
+      uint4 words[LOADS];
 #pragma unroll
-      for (int i = 0; i < loads; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
+      for (int i = 0; i < LOADS; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
 #pragma unroll
-      for (int i = 0; i < loads; ++i) found.add(words[i], first + i < count);
+      for (int i = 0; i < LOADS; ++i) found.add(words[i], first + i < count);
     }
     if (!found.is_finite()) {
       found = ChunkMoments<T>();
@@ -182,10 +189,10 @@ struct Measured {
       for (int i = 0; i < count; ++i) {
         const uint4 bad = not_finite<T>(at(i));
         found.add_finite(at(i), bad);
-        if (any(bad)) atomicOr(reinterpret_cast<uint32_t*>(shared.nonfinite) + i, 1u << mine.lane);
+        if (any(bad)) atomicOr(reinterpret_cast<uint32_t*>(nonfinite) + i, 1u << mine.lane);
       }
     }
-    join_moments<T>(shared.warps, shared.token_chunk, found, mine.chunk);
+    join_moments<T>(warps, token_chunk, found, mine);
   }
 
   __device__ uint4 at(int i) const { return *reinterpret_cast<const uint4*>(from + i * step); }
