@@ -108,7 +108,7 @@ __device__ void measure(const Params& p, FusedHeadStorage<C>& shared, const Mine
     const int first = of_keys ? 0 : i * TOKEN_CHUNK, step = of_keys ? sample_step(p) : LANES, count = min(p.kv_length - first, of_keys ? p.kv_length : TOKEN_CHUNK);
     const int64_t stride = of_keys ? p.k_strides[2] : p.v_strides[2];
     const T* from = (of_keys ? k : v) + (first + mine.lane) * stride + mine.chunk * 8;
-    const Measured<T, STEPS / 2> measured = {from, step * stride, (count - mine.lane + step - 1) / step};
+    const Measured<T, STEPS> measured = {from, step * stride, (count - mine.lane + step - 1) / step, !of_keys};
     measured(shared.measured.warps[mine.part], shared.measured.found[of_keys ? token_chunks : i], *(of_keys ? &shared.measured.of_keys : &shared.nonfinite[i]), mine);
   }
 }
@@ -178,11 +178,10 @@ struct ValueWriter {
       const int first = run * RUN + group * GROUP;
       const auto number = [&](int i) -> float2 {
         const float2 y = Pair<T>::floats(reinterpret_cast<const uint32_t*>(groups.halves[its_run][ValueGroups::place(its_run, i)])[its_word]);
-        const float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
-        return {x.x == x.x ? x.x : 0.0f, x.y == x.y ? x.y : 0.0f};
+        return {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
       };
       uint4 of_channel[2];
-      encode_group(feedback, gain, number, of_channel);
+      encode_group<true>(feedback, gain, number, of_channel);
       const bool swaps = word & 4;  // so that eight lanes store to different banks
 #pragma unroll
       for (int c = 0; c < 2; ++c) {

@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __gr
   const int step = is_sample ? coord.token_chunks * LANES : LANES, count = is_sample ? coord.length : coord.count;
   const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
   const int64_t stride = is_sample ? p.k_strides[2] : p.v_strides[2];
-  const Measured<T, STEPS / 2> measured = {from + mine.lane * stride + mine.chunk * 8, step * stride, (count - mine.lane + step - 1) / step};
+  const Measured<T, STEPS / 2> measured = {from + mine.lane * stride + mine.chunk * 8, step * stride, (count - mine.lane + step - 1) / step, !is_sample};
   measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
   const int channel = threadIdx.x;
   if (is_sample) {

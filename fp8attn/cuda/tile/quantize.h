@@ -126,9 +126,11 @@ __device__ inline float coarse(float mean, float low, float high) {
 struct Feedback {
   __half2 residual = __half2half2(__float2half(0.0f));
 
-  // `gain`: quantization.feedback in both halves.
+  // `gain`: quantization.feedback in both halves. MAY_BE_NAN: a number that is NaN counts as zero.
+  template <bool MAY_BE_NAN>
   __device__ uint16_t codes(float2 x, __half2 gain) {
-    const __half2 z = __floats2half2_rn(x.x, x.y);
+    __half2 z = __floats2half2_rn(x.x, x.y);
+    if constexpr (MAY_BE_NAN) reinterpret_cast<uint32_t&>(z) &= __heq2_mask(z, z);
     const __half2 limit = __hmin2(__habs2(residual), __hmul2(__habs2(z), __half2half2(__float2half(LARGEST_CORRECTION))));
     const uint32_t correction = reinterpret_cast<const uint32_t&>(limit) | reinterpret_cast<const uint32_t&>(residual) & 0x80008000;
     const uint16_t codes = ptx::e4m3x2(__hadd2_rn(z, reinterpret_cast<const __half2&>(correction)));
@@ -154,14 +156,14 @@ __device__ inline void transpose_group(const uint32_t (&pairs)[GROUP / 2], uint4
 
 // The codes of a group of tokens of V, 16 bytes for each of two channels. `number(i)`: token i of both channels,
 // divided by their scales.
-template <typename Number>
+template <bool MAY_BE_NAN = false, typename Number>
 __device__ void encode_group(Feedback& feedback, __half2 gain, Number&& number, uint4 (&of_channel)[2]) {
   uint32_t pairs[GROUP / 2];
 #pragma unroll
   for (int i = 0; i < GROUP; i += 2) {
     uint16_t codes[2];
 #pragma unroll
-    for (int j = 0; j < 2; ++j) codes[j] = feedback.codes(number(i + j), gain);
+    for (int j = 0; j < 2; ++j) codes[j] = feedback.codes<MAY_BE_NAN>(number(i + j), gain);
     pairs[i / 2] = ptx::pair(codes[0], codes[1]);
   }
   transpose_group(pairs, of_channel);

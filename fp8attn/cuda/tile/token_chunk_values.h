@@ -61,11 +61,23 @@ struct ChunkMoments {
 
   // Adds one token. The words of a token that doesn't exist are zero.
   __device__ void add(uint4 words, bool exists) {
+    add_to_sums(words);
+    add_to_extremes(words, exists);
+  }
+
+  __device__ void add_to_sums(uint4 words) {
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const float2 x = Pair<T>::floats(word[i]);
       sum[2 * i] += x.x, sum[2 * i + 1] += x.y;
+    }
+  }
+
+  __device__ void add_to_extremes(uint4 words, bool exists) {
+    const uint32_t word[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       const uint32_t counts = exists ? word[i] : ~0u;  // NaN changes neither minimum nor maximum
       low[i] = least<T>(low[i], counts), high[i] = most<T>(high[i], counts);
     }
@@ -170,7 +182,8 @@ template <typename T, int LOADS>
 struct Measured {
   const T* from;
   int64_t step;
-  int count;  // of STEPS tokens, the others don't exist
+  int count;       // of STEPS tokens, the others don't exist
+  bool of_values;  // whether anybody asks for extremes
 
   // Measures a slice. Non-finite tokens go to `nonfinite`.
   __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine) const {
@@ -181,7 +194,10 @@ struct Measured {
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
 #pragma unroll
-      for (int i = 0; i < LOADS; ++i) found.add(words[i], first + i < count);
+      for (int i = 0; i < LOADS; ++i) found.add_to_sums(words[i]);
+      if (!of_values) continue;
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) found.add_to_extremes(words[i], first + i < count);
     }
     if (!found.is_finite()) {
       found = ChunkMoments<T>();
