@@ -149,13 +149,13 @@ struct ValueWriter {
   int length;
   const int lane = threadIdx.x % 32;
 
-  // The thread's part of a group of tokens of each run. Non-finite elements are NaN. Tokens that don't exist are zero:
-  // their P is zero, whatever their codes.
+  // The thread's part of a group of tokens of each run. What doesn't exist or is non-finite is NaN, whose code is zero:
+  // a zero itself could be so far from V's mean that its code is NaN.
   __device__ void load(uint4 (&raw)[RUNS_OF_WARP], int first_run, int first_word, int group, bool any_nonfinite) const {
     const int first = first_run * RUN + group * GROUP + lane / 2;
     const T* from = v + first * stride + 2 * first_word + lane % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < RUNS_OF_WARP; ++i, from += RUN * stride) raw[i] = first + i * RUN < length ? *reinterpret_cast<const uint4*>(from) : uint4{};
+    for (int i = 0; i < RUNS_OF_WARP; ++i, from += RUN * stride) raw[i] = first + i * RUN < length ? *reinterpret_cast<const uint4*>(from) : uint4{~0u, ~0u, ~0u, ~0u};
     if (!any_nonfinite) return;
 #pragma unroll
     for (int i = 0; i < RUNS_OF_WARP; ++i) raw[i] = nan_where_nonfinite<T>(raw[i]);

@@ -82,6 +82,15 @@ def test_emulated_it_quantizes_and_attends(
     assert_emulated(emulated, OneLaunch(CONFIG, splits, k[0] * k[1] * splits), (query, key, value), causal)
 
 
+@pytest.mark.anywhere
+@pytest.mark.parametrize("length", (300, 577))
+def test_emulated_tokens_behind_the_last_one_have_no_infinite_codes(emulated: Emulated, length: int) -> None:
+    """Where V's means are large beside what is left of V, a zero would be."""
+    query, key, value = halves((1, 1, 20, 64), (1, 1, length, 64))
+    value = 1024 + 4 * value.sign()
+    assert_emulated(emulated, OneLaunch(CONFIG, 1, 1), (query, key, value), "none")
+
+
 FUSED_HEAD = "fused_head.cuh"
 
 MUTANTS: dict[str, emulation.Mutation] = {
@@ -95,6 +104,7 @@ MUTANTS: dict[str, emulation.Mutation] = {
     "no feedback": (FUSED_HEAD, "length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "0.0f"),
     "feedback in one token chunk": (FUSED_HEAD, "length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "FEEDBACK"),
     "tokens of another run": (FUSED_HEAD, "from += RUN * stride) raw[i]", "from += 2 * RUN * stride) raw[i]"),
+    "tokens that don't exist": (FUSED_HEAD, "uint4{~0u, ~0u, ~0u, ~0u};", "uint4{};"),
     "values that aren't finite": (FUSED_HEAD, "raw[i] = nan_where_nonfinite<T>(raw[i]);", ""),
     "keys of such values": (FUSED_HEAD, "[keys.key(0, 0) / LANES]);", "[0]);"),
     "channels not swapped back": (FUSED_HEAD, "swaps ? of_channel[1 - c] : of_channel[c]", "of_channel[c]"),
@@ -121,8 +131,9 @@ def test_mutants_change_a_source() -> None:
 
 def mutant_calls() -> Iterator[tuple[Halves, Causal, int]]:
     """Calls that show each mutant: with one token chunk and two, scales that differ, more than one query head, splits,
-    what isn't finite, and a single tile."""
-    yield halves((1, 1, 20, 64), (1, 1, 300, 64)), "none", 1
+    what isn't finite, and a single tile of values whose means are large."""
+    query, key, value = halves((1, 1, 20, 64), (1, 1, 300, 64))
+    yield (query, key, 1024 + 4 * value.sign()), "none", 1
     for length, causal in ((577, "none"), (300, "top_left")):
         query, key, value = halves((1, 4, 321, 64), (1, 2, length, 64))
         steps = torch.linspace(0.2, 3, length)[:, None]
@@ -174,6 +185,13 @@ def test_what_is_not_finite(device: torch.device, q: tuple[int, ...], k: tuple[i
     value[0, 0, 77, 5] = -torch.inf
     value[-1, -1, :, 40] = torch.nan
     assert_bits_of_two_launches("fused_head", query, key, value, causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("length", (300, 577))
+def test_tokens_behind_the_last_one_have_no_infinite_codes(device: torch.device, length: int) -> None:
+    query, key, value = halves((2, 8, length, 64), (2, 8, length, 64), device)
+    assert_bits_of_two_launches("fused_head", query, key, 1024 + 4 * value.sign(), "none")
 
 
 @pytest.mark.gpu
