@@ -622,15 +622,13 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
     hopper: tuple[tuple[Config, ...], ...] = (
         *GROUPS.values(),
         *VARLEN_GROUPS.values(),
-        *(
-            fused_small.INSTANCES,
-            fused_head.INSTANCES,
-            quantize.INSTANCES,
-            decode.E4M3_INSTANCES,
-            decode.INT8_INSTANCES,
-            prefill.E4M3_INSTANCES,
-            prefill.INT8_INSTANCES,
-        ),
+        fused_small.INSTANCES,
+        fused_head.INSTANCES,
+        quantize.INSTANCES,
+        decode.E4M3_INSTANCES,
+        decode.INT8_INSTANCES,
+        prefill.E4M3_INSTANCES,
+        prefill.INT8_INSTANCES,
         *decode_tensors.GROUPS,
     )
     others = (portable.group(dim, ARCHITECTURES[arch], int8, scores) for dim in portable.DIMS for int8 in (False, True) for scores in portable.GROUPS)

@@ -27,7 +27,6 @@ struct FusedHeadShape {
   static constexpr int threads = 2 * THREADS;  // those of V, then those of K
   static constexpr int warpgroups = threads / 128;
   static constexpr int token_chunks = (C.blocks + BLOCKS - 1) / BLOCKS;
-  static_assert(token_chunks <= 4);
   static constexpr int width = C.head_dim + ONES;
 };
 
@@ -94,18 +93,16 @@ __device__ const T* first_of(const void* x, const int64_t (&strides)[3], int bat
   return static_cast<const T*>(x) + batch * strides[0] + head * strides[1];
 }
 
-// The step of K's sample. quantization.sample_step, the number of token chunks: one of that many groups of LANES tokens
-// is sampled.
-__device__ inline int sample_step(const Params& p) { return (p.kv_length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * LANES; }
+__device__ inline int token_chunks_of(const Params& p) { return (p.kv_length + TOKEN_CHUNK - 1) / TOKEN_CHUNK; }
 
 // Measures the token chunks of V, in two parts of the CTA by turns, and K's sample, in the part that has less to do.
 template <FusedHeadConfig C, typename T>
 __device__ void measure(const Params& p, FusedHeadStorage<C>& shared, const Mine& mine, const T* v, const T* k) {
-  const int token_chunks = (p.kv_length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
+  const int token_chunks = token_chunks_of(p);
 #pragma unroll 1
   for (int i = mine.part; i < token_chunks + 2 * mine.part; i += 2) {
     const bool of_keys = i >= token_chunks;
-    const int first = of_keys ? 0 : i * TOKEN_CHUNK, step = of_keys ? sample_step(p) : LANES, count = min(p.kv_length - first, of_keys ? p.kv_length : TOKEN_CHUNK);
+    const int first = of_keys ? 0 : i * TOKEN_CHUNK, step = of_keys ? token_chunks * LANES : LANES, count = min(p.kv_length - first, of_keys ? p.kv_length : TOKEN_CHUNK);
     const int64_t stride = of_keys ? p.k_strides[2] : p.v_strides[2];
     const T* from = (of_keys ? k : v) + (first + mine.lane) * stride + mine.chunk * 8;
     const Measured<T, STEPS> measured = {from, step * stride, (count - mine.lane + step - 1) / step, !of_keys};
@@ -116,14 +113,7 @@ __device__ void measure(const Params& p, FusedHeadStorage<C>& shared, const Mine
 // Sets V's means and scales.
 template <FusedHeadConfig C, typename T>
 __device__ void finish_values(const Params& p, FusedHeadStorage<C>& shared, int channel) {
-  float sum[4] = {}, low = INFINITE, high = -INFINITE;
-#pragma unroll
-  for (int i = 0; i < FusedHeadShape<C>::token_chunks; ++i) {
-    if (i * TOKEN_CHUNK >= p.kv_length) continue;
-    sum[i] += shared.measured.found[i].sum[channel];
-    join_extremes<T>(low, high, shared.measured.found[i], channel);
-  }
-  const float2 found = mean_and_scale(p.inverse_length, sum, low, high);
+  const float2 found = mean_and_scale<FusedHeadShape<C>::token_chunks, T>(p.inverse_length, shared.measured.found, token_chunks_of(p), channel);
   shared.channel_mean[channel] = found.x, shared.channel_scale[channel] = found.y;
   shared.channel_factor[channel] = __fdiv_rn(1.0f, found.y);
 }
@@ -131,9 +121,9 @@ __device__ void finish_values(const Params& p, FusedHeadStorage<C>& shared, int 
 // Sets K's mean, rotated, in one warp.
 template <FusedHeadConfig C>
 __device__ void finish_keys(const Params& p, FusedHeadStorage<C>& shared) {
-  const int lane = threadIdx.x % 32, step = sample_step(p), sampled = p.kv_length / step * LANES + min(p.kv_length % step, LANES);
-  const float4 sum = reinterpret_cast<const float4*>(shared.measured.found[step / LANES].sum)[lane % (PART / 4)];
-  const float inverse = __fdiv_rn(1.0f, sampled);
+  const int lane = threadIdx.x % 32, token_chunks = token_chunks_of(p);
+  const float4 sum = reinterpret_cast<const float4*>(shared.measured.found[token_chunks].sum)[lane % (PART / 4)];
+  const float inverse = inverse_sample_of(p.kv_length, token_chunks);
   const float4 mean = removable(rotated({__fmul_rn(sum.x, inverse), __fmul_rn(sum.y, inverse), __fmul_rn(sum.z, inverse), __fmul_rn(sum.w, inverse)}));
   if (lane < PART / 4) reinterpret_cast<float4*>(shared.key_mean)[lane] = mean;
 }

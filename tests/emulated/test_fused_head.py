@@ -3,7 +3,6 @@ launches."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import cast
 
@@ -14,12 +13,19 @@ from hypothesis import given
 import emulation
 from closeness import on_grid
 from emulated import Emulated
-from fp8attn import Recipe
 from fp8attn.cuda import fused_head, one_launch
 from fp8attn.cuda.one_launch import OneLaunch
 from fp8attn.device import ARCHITECTURES
 from fp8attn.reference import Causal
-from one_launch import Halves, assert_bits_of_two_launches, assert_emulated, assert_same_bits_a_thousand_times, halves
+from one_launch import (
+    Halves,
+    assert_bits_of_case,
+    assert_bits_of_two_launches,
+    assert_bits_of_what_is_not_finite,
+    assert_emulated,
+    assert_same_bits_a_thousand_times,
+    halves,
+)
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -94,13 +100,13 @@ def test_emulated_tokens_behind_the_last_one_have_no_infinite_codes(emulated: Em
 FUSED_HEAD = "fused_head.cuh"
 
 MUTANTS: dict[str, emulation.Mutation] = {
-    "K's sample of one token chunk": (FUSED_HEAD, "step = of_keys ? sample_step(p) : LANES", "step = LANES"),
+    "K's sample of one token chunk": (FUSED_HEAD, "step = of_keys ? token_chunks * LANES : LANES", "step = LANES"),
     "the second token chunk left out": (
-        FUSED_HEAD,
-        "sum[i] += shared.measured.found[i].sum[channel];",
-        "sum[i] += i == 0 ? shared.measured.found[i].sum[channel] : 0;",
+        "tile/token_chunk_values.h",
+        "sum[i] += token_chunks[i].sum[channel];",
+        "sum[i] += i == 0 ? token_chunks[i].sum[channel] : 0;",
     ),
-    "extremes of the first token chunk": (FUSED_HEAD, "shared.measured.found[i], channel);\n  }", "shared.measured.found[0], channel);\n  }"),
+    "extremes of the first token chunk": ("tile/token_chunk_values.h", "high, token_chunks[i], channel);", "high, token_chunks[0], channel);"),
     "no feedback": (FUSED_HEAD, "length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "0.0f"),
     "feedback in one token chunk": (FUSED_HEAD, "length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "FEEDBACK"),
     "tokens of another run": (FUSED_HEAD, "from += RUN * stride) raw[i]", "from += 2 * RUN * stride) raw[i]"),
@@ -168,23 +174,14 @@ def test_mutant_is_seen(name: str) -> None:
 @pytest.mark.gpu
 @given(case=cases(masks=("none", "causal", "bottom right")))
 def test_has_the_bits_of_two_launches(case: Case, device: torch.device) -> None:
-    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
-    case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, recipe=Recipe())
-    q, k, v = case.tensors(device)
-    assert_bits_of_two_launches("fused_head", on_grid(q), on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
+    assert_bits_of_case("fused_head", case, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
 @pytest.mark.parametrize("q, k", (((8, 16, 577, 64), (8, 16, 577, 64)), ((1, 4, 700, 64), (1, 2, 768, 64)), ((40, 8, 197, 64), (40, 8, 257, 64))))
 def test_what_is_not_finite(device: torch.device, q: tuple[int, ...], k: tuple[int, ...], causal: str) -> None:
-    """In one element of each, and in a whole channel of v."""
-    query, key, value = halves(q, k, device)
-    query[0, 0, 9, 1] = torch.nan
-    key[0, 0, 3, 3] = torch.inf
-    value[0, 0, 77, 5] = -torch.inf
-    value[-1, -1, :, 40] = torch.nan
-    assert_bits_of_two_launches("fused_head", query, key, value, causal)
+    assert_bits_of_what_is_not_finite("fused_head", *halves(q, k, device), causal)
 
 
 @pytest.mark.gpu

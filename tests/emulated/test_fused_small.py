@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.library import opcheck
 
 import emulation
 import fp8attn
-from closeness import on_grid
 from emulated import Emulated
 from fp8attn import Recipe
 from fp8attn.cuda import fused_small, one_launch
@@ -22,7 +20,7 @@ from fp8attn.ops import library_ops
 from fp8attn.quantization import coarse, removable, value_mean
 from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.reference import Causal
-from one_launch import assert_bits_of_two_launches, assert_emulated, assert_same_bits_a_thousand_times, halves
+from one_launch import assert_bits_of_case, assert_bits_of_what_is_not_finite, assert_emulated, assert_same_bits_a_thousand_times, halves
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -165,23 +163,14 @@ def test_errors_are_the_same(device: torch.device, monkeypatch: pytest.MonkeyPat
 @pytest.mark.gpu
 @given(case=cases(masks=("none", "causal", "bottom right")))
 def test_has_the_bits_of_two_launches(case: Case, device: torch.device) -> None:
-    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
-    case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, recipe=Recipe())
-    q, k, v = case.tensors(device)
-    assert_bits_of_two_launches("fused_small", on_grid(q), on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
+    assert_bits_of_case("fused_small", case, device)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", ("none", "top_left", "bottom_right"))
 @pytest.mark.parametrize("q, k", (((2, 8, 512, 64), (2, 8, 512, 64)), ((1, 4, 700, 64), (1, 2, 512, 64)), ((1, 8, 333, 64), (1, 1, 385, 64))))
 def test_what_is_not_finite(device: torch.device, q: tuple[int, ...], k: tuple[int, ...], causal: str) -> None:
-    """In one element of each, and in a whole channel of v."""
-    query, key, value = halves(q, k, device)
-    query[0, 0, 9, 1] = torch.nan
-    key[0, 0, 3, 3] = torch.inf
-    value[0, 0, 77, 5] = -torch.inf
-    value[-1, -1, :, 40] = torch.nan
-    assert_bits_of_two_launches("fused_small", query, key, value, causal)
+    assert_bits_of_what_is_not_finite("fused_small", *halves(q, k, device), causal)
 
 
 @pytest.mark.gpu

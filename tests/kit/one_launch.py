@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -18,6 +20,7 @@ from fp8attn.device import Device, device_of
 from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
+from strategies import Case
 
 Halves = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -55,6 +58,23 @@ def assert_bits_of_two_launches(
     expected_lse = reference.unsmoothed_lse(expected_lse, q, key.mean, scale, key.rotated)
     torch.testing.assert_close(lse, expected_lse, rtol=1e-5, atol=1e-4, equal_nan=True)
     return launch
+
+
+def assert_bits_of_case(kernel: str, case: Case, device: torch.device) -> None:
+    """Of a drawn case, with the head dims and the recipe that the kernel takes."""
+    dtype = torch.bfloat16 if case.dtype == torch.float32 else case.dtype
+    case = dataclasses.replace(case, head_dim=64, value_dim=64, dtype=dtype, recipe=Recipe())
+    q, k, v = case.tensors(device)
+    assert_bits_of_two_launches(kernel, on_grid(q), on_grid(k), v, case.causal, abs(case.scale or 0.125), case.out_dtype)
+
+
+def assert_bits_of_what_is_not_finite(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: str) -> None:
+    """In one element of each, and in a whole channel of v. Writes to them."""
+    q[0, 0, 9, 1] = torch.nan
+    k[0, 0, 3, 3] = torch.inf
+    v[0, 0, 77, 5] = -torch.inf
+    v[-1, -1, :, 40] = torch.nan
+    assert_bits_of_two_launches(kernel, q, k, v, causal)
 
 
 def assert_same_bits_a_thousand_times(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -99,6 +99,13 @@ struct PackedSequence {
   }
 };
 
+// 1 / quantization.sample_size of a head with so many tokens. quantization.sample_step is the number of token chunks:
+// one of that many groups of LANES tokens is sampled.
+__device__ inline float inverse_sample_of(int length, int token_chunks) {
+  const int step = token_chunks * LANES;
+  return __fdiv_rn(1.0f, length / step * LANES + min(length % step, LANES));
+}
+
 // Coordinates of a CTA in its head, and the head.
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
@@ -149,8 +156,7 @@ struct ClusterCoord {
   // 1 / quantization.sample_size
   __device__ float inverse_sample(const QuantizeParams& p) const {
     if (!packed) return p.inverse_sample;
-    const int step = token_chunks * LANES;
-    return __fdiv_rn(1.0f, length / step * LANES + min(length % step, LANES));
+    return inverse_sample_of(length, token_chunks);
   }
 
   // Of the head's cluster: the rank of a CTA, and whether there is only one.

@@ -233,20 +233,25 @@ __device__ void join_extremes(float& low, float& high, const Moments& more, int 
   join_extremes<T>(low, high, more.low[channel / 2], more.high[channel / 2], channel);
 }
 
-// Mean and scale of one channel of V. Every token chunk computes them redundantly.
-template <QuantizeConfig C, typename T>
-__device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int channel) {
-  const Moments* token_chunks = shared.values.token_chunks;
-  float sum[C.token_chunks], low = INFINITE, high = -INFINITE;
+// Mean and scale of a channel of V, from the moments of `count` token chunks, of MOST at most.
+template <int MOST, typename T>
+__device__ float2 mean_and_scale(float inverse_length, const Moments* token_chunks, int count, int channel) {
+  float sum[MOST], low = INFINITE, high = -INFINITE;
 #pragma unroll
-  for (int i = 0; i < C.token_chunks; ++i) {
+  for (int i = 0; i < MOST; ++i) {
     sum[i] = 0.0f;
-    if (i >= coord.token_chunks) continue;
+    if (i >= count) continue;
     sum[i] += token_chunks[i].sum[channel];
     join_extremes<T>(low, high, token_chunks[i], channel);
   }
   // token chunks are the lanes of quantization.lane_sum; chunks that don't exist add zeros
-  const float2 found = mean_and_scale(coord.inverse_length(p), sum, low, high);
+  return mean_and_scale(inverse_length, sum, low, high);
+}
+
+// Mean and scale of one channel of V. Every token chunk computes them redundantly.
+template <QuantizeConfig C, typename T>
+__device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int channel) {
+  const float2 found = mean_and_scale<C.token_chunks, T>(coord.inverse_length(p), shared.values.token_chunks, coord.token_chunks, channel);
   shared.tile.shift[channel] = found.x, shared.tile.factor[channel] = __fdiv_rn(1.0f, found.y);
   if (coord.token_chunk != 0) return;
   p.v_mean[coord.channel() + channel] = found.x;
