@@ -251,13 +251,14 @@ def sdpa(
             v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
         )  # fmt: skip
     query, key, value, out_dtype = autocast(query, key, value, out_dtype)
-    options = None
+    like = None
     if not is_compiling() and type(recipe) is Recipe:
         options = (
             "sdpa", recipe.text, backend, is_causal, scale, enable_gqa, causal_alignment, None if window is None else repr(window), softcap,
             out_dtype, dropout_p, q_scale, k_scale, v_scale, return_lse,
         )  # fmt: skip
-        repeated = eager.repeat(options, (query, key, value, attn_mask), (sinks,))
+        like = eager.likeness_of(options, (query, key, value, attn_mask), (sinks,))
+        repeated = eager.repeat(like)
         if repeated is not None:
             return eager.attention_of(repeated)
     return _attend(
@@ -266,14 +267,13 @@ def sdpa(
             sinks=sinks, recipe=recipe, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype, return_lse=return_lse,
             backend=backend,
         ),
-        options,
+        like,
     )  # fmt: skip
 
 
-def _attend(a: Arguments, options: tuple | None) -> Attention:
-    """`sdpa` of a call that wasn't kept; `options` are eager.repeat's, None of calls that won't be."""
-    operands, others = (a.query, a.key, a.value, a.attn_mask), (a.sinks,)
-    if options is not None and (repeated := eager.repeat(options, operands, others, functools.partial(_attend_to, a))) is not None:
+def _attend(a: Arguments, like: eager.Likeness | None) -> Attention:
+    """`sdpa` of a call that wasn't kept; `like` is None of calls that won't be."""
+    if (repeated := eager.record(like, functools.partial(_attend_to, a))) is not None:
         return eager.attention_of(repeated)
     checked = check(a)
     chosen = choose_backend(a.backend, checked.device)
@@ -284,8 +284,8 @@ def _attend(a: Arguments, options: tuple | None) -> Attention:
     if is_compiling() and checked.is_float:
         return _traced(checked, a.recipe, a.return_lse, chosen)
     result = _run(checked, chosen, a.recipe, a.return_lse)
-    if options is not None and chosen != "modelled" and a.recipe.statistics != "page":
-        eager.remember(options, operands, others)
+    if chosen != "modelled" and a.recipe.statistics != "page":
+        eager.remember(like)
     return result
 
 
@@ -398,6 +398,7 @@ def varlen_sdpa(
         BackendUnavailable: the backend can't run here.
     """
     q, k, v, out_dtype = autocast(q, k, v, out_dtype)
+    like = None
     if not is_compiling() and type(recipe) is Recipe:
         cu_seqlens_q, _ = _unless_own(q, cu_seqlens_q, None)
         cu_seqlens_k, seqused_k = _unless_own(k, cu_seqlens_k, seqused_k)
@@ -405,17 +406,16 @@ def varlen_sdpa(
             "varlen_sdpa", recipe.text, backend, max_seqlen_q, max_seqlen_k, is_causal, None if window is None else repr(window), softcap, scale,
             out_dtype, return_lse,
         )  # fmt: skip
-        repeated = eager.repeat(options, (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_k, sinks))
+        like = eager.likeness_of(options, (q, k, v), (cu_seqlens_q, cu_seqlens_k, seqused_k, sinks))
+        repeated = eager.repeat(like)
         if repeated is not None:
             return eager.attention_of(repeated)
-    else:
-        options = None
     return _attend_packed(
         VarlenArguments(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, is_causal=is_causal,
             window=window, softcap=softcap, sinks=sinks, scale=scale, recipe=recipe, out_dtype=out_dtype, return_lse=return_lse, backend=backend,
         ),
-        options,
+        like,
     )  # fmt: skip
 
 
@@ -426,10 +426,9 @@ def _unless_own(x: object, cu_seqlens: torch.Tensor | None, seqused: torch.Tenso
     return None if cu_seqlens is x.packed.cu_seqlens else cu_seqlens, None if seqused is x.packed.seqused else seqused
 
 
-def _attend_packed(a: VarlenArguments, options: tuple | None) -> Attention:
-    """`varlen_sdpa` of a call that wasn't kept; `options` as of `_attend`."""
-    operands, others = (a.q, a.k, a.v), (a.cu_seqlens_q, a.cu_seqlens_k, a.seqused_k, a.sinks)
-    if options is not None and (repeated := eager.repeat(options, operands, others, functools.partial(_attend_packed_to, a))) is not None:
+def _attend_packed(a: VarlenArguments, like: eager.Likeness | None) -> Attention:
+    """`varlen_sdpa` of a call that wasn't kept; `like` as of `_attend`."""
+    if (repeated := eager.record(like, functools.partial(_attend_packed_to, a))) is not None:
         return eager.attention_of(repeated)
     checked = check_varlen(a)
     chosen = choose_backend(a.backend, checked.device)
@@ -444,8 +443,8 @@ def _attend_packed(a: VarlenArguments, options: tuple | None) -> Attention:
     out, lse = result if isinstance(result, tuple) else (result, None)
     out = out.squeeze(0).transpose(0, 1)
     found = out if lse is None else (out, lse.squeeze(0))
-    if options is not None and chosen not in ("reference", "modelled"):
-        eager.remember(options, operands, others)
+    if chosen not in ("reference", "modelled"):
+        eager.remember(like)
     return found
 
 

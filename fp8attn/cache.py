@@ -145,11 +145,12 @@ class KVCache:
         """
         options, others = ("append", self.recipe.text, backend), self.tensors_with(batch)
         again = functools.partial(self._append_to, backend)
-        if others is not None and eager.repeat(options, (key, value), others, again) is not None:
+        like = None if others is None else eager.likeness_of(options, (key, value), others)
+        if eager.repeat(like, again) is not None:
             return
         self.append_stage(key, value, batch, backend, Stage())
-        if others is not None and runs_kernels(backend, self.device):
-            eager.remember(options, (key, value), others)
+        if runs_kernels(backend, self.device):
+            eager.remember(like)
 
     def append_stage(self, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, backend: str, stage: Stage) -> None:
         """A part of `append`, which the launch cache doesn't keep."""

@@ -56,11 +56,40 @@ def forget() -> None:
     _seen.clear()
 
 
-def _known(options: tuple, operands: Operands, others: Tensors) -> tuple[tuple, list[torch.Tensor | None]] | None:
-    """What the function that repeats a call is kept by, and the call's tensors, `others` behind those of the operands;
-    None of calls that aren't plain torch.
+class Likeness:
+    """What calls that are repeated have in common with a call.
+
+    Attributes:
+        name: options, and what else the function that repeats such calls is kept by.
+        launch: that function, or None.
+        operands: of the call.
+        tensors: of the call: those of the operands and the others.
+    """
+
+    __slots__ = ("_kind", "launch", "name", "operands", "tensors")
+
+    def __init__(self, name: tuple, launch: Callable[[Tensors], list[torch.Tensor] | None] | None, operands: Operands, tensors: list[Any]) -> None:
+        self.name, self.launch, self.operands, self.tensors = name, launch, operands, tensors
+        self._kind: tuple | None = None
+
+    @property
+    def kind(self) -> tuple:
+        """The combination of options and shapes, by which calls are counted. A call like one that passed all checks may
+        only have wrong strides, or wrong other tensors."""
+        if self._kind is None:
+            self._kind = self.name, tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in self.operands)
+        return self._kind
+
+
+def likeness_of(options: tuple, operands: Operands, others: Tensors) -> Likeness | None:
+    """By what calls like this one are found; None of calls that aren't plain torch.
 
     The binding looks at shapes, and at which tensors there are.
+
+    Args:
+        options: what the call depends on beside its tensors. The first is the name of the function.
+        operands: tensors and `Quantized`, by whose shapes calls are kept.
+        others: the other tensors of the call.
     """
     if not is_plain():
         return None
@@ -72,7 +101,11 @@ def _known(options: tuple, operands: Operands, others: Tensors) -> tuple[tuple, 
         if tensor is not None and (type(tensor) is not torch.Tensor or tensor.requires_grad):
             return None
     # types, too: 1, 1.0 and True are equal, and not all of them are valid
-    return (options, tuple(map(type, options)), kinds), tensors
+    name = options, tuple(map(type, options)), kinds
+    try:
+        return Likeness(name, _launches.get(name), operands, tensors)
+    except TypeError:  # an option that can't be hashed is an error, or about to be one
+        return None
 
 
 def _parts(operands: Operands, others: Tensors) -> tuple[tuple, list[Any]]:
@@ -93,7 +126,7 @@ def _parts(operands: Operands, others: Tensors) -> tuple[tuple, list[Any]]:
 
 
 def _with_tensors(x: Operand | None, tensors: Iterator[Any]) -> Operand | None:
-    """An operand with the next of `tensors`, in the order that `_known` gives them, in place of its own."""
+    """An operand with the next of `tensors`, in the order that `likeness_of` gives them, in place of its own."""
     if not isinstance(x, Quantized):
         return next(tensors)
     fields = {name: next(tensors) for name in TENSORS}
@@ -101,41 +134,34 @@ def _with_tensors(x: Operand | None, tensors: Iterator[Any]) -> Operand | None:
     return replace(x, **fields, packed=packed)
 
 
-def repeat(options: tuple, operands: Operands, others: Tensors, attend: Callable[..., Attention | None] | None = None) -> list[torch.Tensor] | None:
+def repeat(like: Likeness | None, attend: Callable[..., Attention | None] | None = None) -> list[torch.Tensor] | None:
     """The outputs of a call, if a call like it was kept; or, with `attend`, if one like it came once.
 
     Args:
-        options: what else the call depends on. The first is the name of the function.
-        operands: tensors and `Quantized`, by whose shapes calls are kept.
-        others: the other tensors of the call.
-        attend: makes the call with other operands and other tensors, in this order, for the recording of the second
-            call. Nothing is launched then.
+        like: of the call; None of calls that aren't repeated.
+        attend: as of `record`.
     """
-    known = _known(options, operands, others)
-    if known is None:
+    if like is None:
         return None
-    try:
-        launch = _launches.get(known[0])
-    except TypeError:  # an option that can't be hashed is an error, or about to be one
-        return None
-    found = None if launch is None else launch(known[1])
-    return _recorded(*known, operands, attend) if found is None and attend is not None else found
+    found = None if like.launch is None else like.launch(like.tensors)
+    return record(like, attend) if found is None and attend is not None else found
 
 
 def kept(options: tuple, operands: Operands, others: Tensors, function: Callable[..., Attention | None]) -> Attention | None:
     """Make a call, on a GPU by repeating an earlier one where that was kept.
 
     Args:
-        options, operands, others: as of `repeat`. The first operand is a tensor.
+        options, operands, others: as of `likeness_of`. The first operand is a tensor.
         function: makes the call with operands and other tensors, in this order. It may write to them.
     """
     if not isinstance(operands[0], torch.Tensor) or not operands[0].is_cuda:
         return function(*operands, *others)
-    repeated = repeat(options, operands, others, function)
+    like = likeness_of(options, operands, others)
+    repeated = repeat(like, function)
     if repeated is not None:
         return attention_of(repeated) if repeated else None
     found = function(*operands, *others)
-    remember(options, operands, others)
+    remember(like)
     return found
 
 
@@ -144,40 +170,36 @@ def attention_of(outputs: list[torch.Tensor]) -> Attention:
     return outputs[0] if len(outputs) == 1 else (outputs[0], outputs[1])
 
 
-def _kind(name: tuple, operands: Operands) -> tuple:
-    """The combination of options and shapes of a call, by which calls are counted. A call like one that passed all
-    checks may only have wrong strides, or wrong other tensors."""
-    return name, tuple((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in operands)
-
-
-def remember(options: tuple, operands: Operands, others: Tensors) -> None:
-    """Note a call that has come to its end. The next one with its options and shapes is recorded.
-
-    Args:
-        options, operands, others: as of `repeat`.
-    """
-    known = _known(options, operands, others)
+def remember(like: Likeness | None) -> None:
+    """Note a call that has come to its end. The next one with its options and shapes is recorded."""
     # a tensor, say, may be another number the next time
-    if known is None or not IMMUTABLE.issuperset(known[0][1]):
+    if like is None or not IMMUTABLE.issuperset(like.name[1]):
         return
     if len(_seen) >= MOST:
         forget()
-    _seen.setdefault(_kind(known[0], operands), "once")
+    _seen.setdefault(like.kind, "once")
 
 
-def _recorded(name: tuple, tensors: list[Any], operands: Operands, attend: Callable[..., Attention | None]) -> list[torch.Tensor] | None:
-    """The outputs of a call that is recorded and then repeated; None of calls that aren't kept."""
-    kind = _kind(name, operands)
-    seen = _seen.get(kind)
-    given = [x for x in tensors if x is not None]
-    if seen is None or seen == "never" or any(x.device != given[0].device or x.layout is not torch.strided for x in given):
+def record(like: Likeness | None, attend: Callable[..., Attention | None]) -> list[torch.Tensor] | None:
+    """The outputs of a call that is recorded and then repeated; None of calls that aren't kept.
+
+    Args:
+        like: of the call; None of calls that aren't repeated.
+        attend: makes the call with other operands and other tensors, in this order. Nothing is launched then.
+    """
+    if like is None:
         return None
-    launch = _launches.get(name)
-    number = launch.args[0] if isinstance(launch, partial) else next(_numbers)
+    seen = _seen.get(like.kind)
+    if seen is None or seen == "never":
+        return None
+    given = [x for x in like.tensors if x is not None]
+    if any(x.device != given[0].device or x.layout is not torch.strided for x in given):
+        return None
+    number = like.launch.args[0] if isinstance(like.launch, partial) else next(_numbers)
 
     def outputs(inputs: Tensors) -> tuple[torch.Tensor, ...]:
         remaining = iter(inputs)
-        found = attend(*[_with_tensors(x, remaining) for x in operands], *remaining)
+        found = attend(*[_with_tensors(x, remaining) for x in like.operands], *remaining)
         if found is None:
             return ()
         return found if isinstance(found, tuple) else (found,)
@@ -185,12 +207,12 @@ def _recorded(name: tuple, tensors: list[Any], operands: Operands, attend: Calla
     try:
         operators = build.load_binding()
     except BuildError:  # Triton goes on
-        _seen[kind] = "never"
+        _seen[like.kind] = "never"
         return None
-    if not recording.record(operators, ops.implementations, number, tensors, outputs):
+    if not recording.record(operators, ops.implementations, number, like.tensors, outputs):
         if seen == "once":
-            _seen[kind] = "never"
+            _seen[like.kind] = "never"
         return None
-    launch = _launches[name] = partial(operators.repeat.default, number)
-    _seen[kind] = "kept"
-    return launch(tensors)
+    launch = _launches[like.name] = partial(operators.repeat.default, number)
+    _seen[like.kind] = "kept"
+    return launch(like.tensors)

@@ -86,12 +86,13 @@ def paged_sdpa(
         given = None if new is None else (key, value)
         return _attend(query, *cache.with_tensors(others, *batch.limits), given, how._replace(sinks=sinks))
 
-    repeated = eager.repeat(options, operands, others, attend)
+    like = eager.likeness_of(options, operands, others)
+    repeated = eager.repeat(like, attend)
     if repeated is not None:
         return eager.attention_of(repeated)
     found = _attend(query, cache, batch, new, how)
     if runs_kernels(backend, cache.device):
-        eager.remember(options, operands, others)
+        eager.remember(like)
     return found
 
 
@@ -195,12 +196,13 @@ def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBat
         given = None if new is None else (key, value)
         return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, given, options._replace(sinks=sinks))
 
-    repeated = eager.repeat(name, operands, others, attend) if kept else None
+    like = eager.likeness_of(name, operands, others) if kept else None
+    repeated = eager.repeat(like, attend)
     if repeated is not None:
         return eager.attention_of(repeated)
     found = _attend_to_checked_tensors(query, cache, batch, new, options)
     if kept and runs_kernels(options.backend, query.device):
-        eager.remember(name, operands, others)
+        eager.remember(like)
     return found
 
 
@@ -267,7 +269,8 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
         to = PagedBatch(places[0], places[1], places[2], places[3], None, places[4]) if by_batch else places[0]
         write_to_pages(key, value, PagedTensors(*rest), to, backend=backend)
 
-    if kept and eager.repeat(name, (key, value), others, write) is not None:
+    like = eager.likeness_of(name, (key, value), others) if kept else None
+    if eager.repeat(like, write) is not None:
         return
     paged_tensors_ops.check_backend("write", backend)
     if isinstance(slots, PagedBatch):
@@ -277,7 +280,7 @@ def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, 
         validate.check_written(key, value, cache, slots)
         getattr(library_ops, f"{backend}_write_to_pages")(key, value, cache.tensors(), slots)
     if kept and runs_kernels(backend, key.device):
-        eager.remember(name, (key, value), others)
+        eager.remember(like)
 
 
 def _append_to_tensors(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, batch: PagedBatch, backend: str) -> None:

@@ -161,12 +161,15 @@ class Memory(NamedTuple):
 
 def memory_of(scratch: Scratch, like: torch.Tensor, heads: int = 0) -> Memory:
     """Allocated on the device of `like`. `heads`: key/value heads in `ready`."""
-    zeros, sizes = None, (scratch.counters, scratch.flags, heads)
-    if sum(sizes):
-        zeros = like.new_zeros(sum(sizes), dtype=torch.int32).split(sizes)
-    parts = like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None
-    counter, flags, ready = zeros or (None, None, like.new_empty(0, dtype=torch.int32))
-    return Memory(counter if scratch.counters else None, parts, flags if scratch.flags else None, ready)
+    counters, flags = scratch.counters, scratch.flags
+    size = counters + flags + heads
+    zeros = like.new_zeros(size, dtype=torch.int32) if size else like.new_empty(0, dtype=torch.int32)
+    return Memory(
+        zeros.narrow(0, 0, counters) if counters else None,
+        like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None,
+        zeros.narrow(0, counters, flags) if flags else None,
+        zeros.narrow(0, counters + flags, heads),
+    )
 
 
 def launch_of(call: Call, device: Device, config: Config, library: build.Library, splits: int) -> tuple[tuple[int | float, ...], Scratch]:

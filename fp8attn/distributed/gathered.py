@@ -197,7 +197,8 @@ class GatheredAttention:
 
         options = ("gathered", backend, recipe.text, checked.softmax_scale, checked.softcap, checked.out_dtype, return_lse)
         operands, others = (query, key, value), (checked.sinks, into[0][one], into[1][one] if return_lse else into[1])
-        if eager.repeat(options, operands, others, attend) is not None:
+        like = eager.likeness_of(options, operands, others)
+        if eager.repeat(like, attend) is not None:
             return True
         if not kernel_quantizes_query(Prepared(query, key, value, checked, recipe), backend):
             return False
@@ -207,5 +208,5 @@ class GatheredAttention:
             if backend == "cuda":
                 raise
             return False  # sdpa says so, and goes on with Triton
-        eager.remember(options, operands, others)
+        eager.remember(like)
         return True
