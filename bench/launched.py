@@ -43,6 +43,7 @@ SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...], dict]] = {
     "int8, causal": ((1, 2, 200, 128), (1, 2, 300, 128), dict(recipe=Recipe(qk="int8"), is_causal=True)),
     "keys beyond a cluster": ((1, 2, 70, 256), (1, 1, 2100, 256), {}),
     "int8, keys beyond a cluster": ((1, 1, 70, 128), (1, 1, 4200, 128), dict(recipe=Recipe(qk="int8"))),
+    "a head a CTA": ((1, 4, 70, 64), (1, 4, 600, 64), {}),
     "smoothed queries": ((1, 2, 150, 64), (1, 1, 201, 64), dict(recipe=Recipe(smooth_q=True))),
 }
 """One problem of every shape class: the shapes of q and of k, and options. A mask of the given shape is drawn, with

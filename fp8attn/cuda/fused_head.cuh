@@ -275,10 +275,9 @@ struct HeadTiles {
 
   __device__ HeadTiles(const Params& params, FusedHeadStorage<C>& storage) : p(params), shared(storage), visible(params) { load(0); }
 
-  // Finds tile n, in one thread.
-  __device__ static void find(const Params& p, FusedHeadStorage<C>& shared, int n) {
-    const int warpgroup = threadIdx.x / 128;
-    if (threadIdx.x % 128 == 0) shared.tiles[warpgroup][n % 2] = shared.part.tile(p, S::warpgroups, warpgroup, n);
+  // Finds tile n of a warpgroup.
+  __device__ static void find(const Params& p, FusedHeadStorage<C>& shared, int warpgroup, int n) {
+    shared.tiles[warpgroup][n % 2] = shared.part.tile(p, S::warpgroups, warpgroup, n);
   }
 
   __device__ void load(int n) {
@@ -295,7 +294,7 @@ struct HeadTiles {
       queries.quantize(shared.row_scale[warpgroup], [&](int row, int column, uint4 codes) {
         *reinterpret_cast<uint4*>(shared.q[warpgroup] + ptx::swizzled<C.head_dim>(row, column)) = codes;
       });
-      if (p.lse != nullptr) queries.multiply(KeyMeanQuarter::of(shared.key_mean + QUARTER * queries.member()), p.score_scale / LOG2E, shared.mean_scores[warpgroup]);
+      if (p.lse != nullptr) queries.multiply(KeyMeanQuarter::of(shared.key_mean + QUARTER * queries.member()), p.score_scale * (1 / LOG2E), shared.mean_scores[warpgroup]);
     }
     ptx::fence_proxy_async();
   }
@@ -303,7 +302,7 @@ struct HeadTiles {
   // Attends with tile n, which is quantized, and loads the queries of the next.
   __device__ void attend(int n) {
     const Tile& tile = shared.tiles[warpgroup][n % 2];
-    find(p, shared, n + 1);
+    if (threadIdx.x % 128 == 0) find(p, shared, warpgroup, n + 1);
     if (threadIdx.x % 128 < ROWS) shared.row_end[warpgroup][threadIdx.x % 128] = visible.end(tile.first_row + threadIdx.x % 128);
     ptx::warpgroup_sync(1 + warpgroup);
     const WarpgroupTile wg_tile(p, visible, tile, 0);
@@ -335,7 +334,7 @@ __global__ void __launch_bounds__(FusedHeadShape<Instance::config>::threads, 1) 
   if (threadIdx.x < S::token_chunks * BLOCKS) (&shared.nonfinite[0][0])[threadIdx.x] = {};
   __syncthreads();
   const HeadPart& part = shared.part;
-  HeadTiles<C, T>::find(p, shared, 0);
+  if (threadIdx.x < S::warpgroups) HeadTiles<C, T>::find(p, shared, threadIdx.x, 0);
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
   const T* v = first_of<T>(p.v, p.v_strides, part.batch, part.kv_head);
@@ -344,26 +343,27 @@ __global__ void __launch_bounds__(FusedHeadShape<Instance::config>::threads, 1) 
   __syncthreads();
   if (threadIdx.x < CHANNELS) finish_values<C, T>(p, shared, threadIdx.x);
   if (threadIdx.x / 32 == WARPS) finish_keys<C>(p, shared);
+  // The first block is in flight during the barrier. __syncthreads must be at one place for both parts.
+  KeyBlock<T, WARPS> keys(k, p.k_strides[2], 0, of_keys ? p.kv_length : 0);
+  __syncthreads();
   if (of_keys) {
-    KeyBlock<T, WARPS> keys(k, p.k_strides[2], 0, p.kv_length);
-    __syncthreads();
     write_keys<C>(p, shared, mine, k, keys, blocks);
     ptx::fence_proxy_async();
   } else {
     const ValueWriter<C, T> write = {shared, v, p.v_strides[2], p.kv_length};
-    __syncthreads();
     write();
     ptx::fence_proxy_async();
     mine.sync();  // nobody reads `values` any more
   }
-  // Warpgroups that have written V may quantize the first queries while others still write K.
+  // Those that have written V quantize their first queries while others still write K.
   HeadTiles<C, T> tiles(p, shared);
-  if (of_keys || !tiles.exists) __syncthreads();
+  const int first = of_keys ? -1 : 0;
 #pragma unroll 1
-  for (int n = 0; tiles.exists; ++n) {
-    tiles.quantize(n);
-    if (!of_keys && n == 0) __syncthreads();
-    tiles.attend(n);
+  for (int n = first; n == first || tiles.exists; ++n) {
+    const bool attends = n >= 0 && tiles.exists;
+    if (attends) tiles.quantize(n);
+    if (n == first) __syncthreads();
+    if (attends) tiles.attend(n);
   }
 }
 

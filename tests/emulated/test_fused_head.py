@@ -117,7 +117,7 @@ MUTANTS: dict[str, emulation.Mutation] = {
     "the second round of runs left out": (FUSED_HEAD, "item += WARPS)", "item += 2 * WARPS)"),
     "scale of a warp": (FUSED_HEAD, "of_block = fmaxf(of_block, largest[i]);", "of_block = largest[i];"),
     "scale of another block": (FUSED_HEAD, "prepare(min(n + 1, last));", "prepare(n);"),
-    "queries before all keys are there": (FUSED_HEAD, "if (of_keys || !tiles.exists) __syncthreads();", "if (!tiles.exists) __syncthreads();"),
+    "queries before all keys are there": (FUSED_HEAD, "if (n == first) __syncthreads();", ""),
     "queries of the first head": (FUSED_HEAD, "kv_head * group + index - row * group", "kv_head * group"),
     "one split's queries twice": (FUSED_HEAD, "(n * p.splits + split) * warpgroups", "n * p.splits * warpgroups"),
     "rows of the last tile left out": (FUSED_HEAD, "/ 32 * rows < p.q_length", "/ 32 * rows < p.q_length - 1"),
