@@ -3,8 +3,8 @@
 Where float32 addition depends on the order (the means), the order is part of the definition: see `lane_sum`.
 
 Non-finite input never gives a finite answer, and spreads no further than it must:
-- A scale is the largest finite magnitude divided by 256 (448 for values, 127 for int8); `fit` may adjust it. A mean is
-  taken over the finite elements.
+- A scale is the largest finite magnitude divided by 256 (448 for values, 127 for int8). A mean is taken over the
+  finite elements.
 - A NaN or ±inf in q or k is stored as NaN, so the scores of its row or key are NaN. int8 has no NaN: the whole row
   becomes INT8_NAN.
 - A non-finite key is left out of the score bias (what means of queries add to scores). Its scores are NaN without it.
@@ -71,13 +71,6 @@ FEEDBACK = 2.0**-3
 
 LARGEST_CORRECTION = 2.0**-5
 """Bound of that correction as a fraction of the token's own value: a quarter to half a step of e4m3."""
-
-FIT_DIM = 64
-"""Largest number of channels for which row scales are fitted. With more, less of a row's error lies along the row."""
-
-FIT_STEP = 2.0**5
-"""Products of halves are rounded to multiples of this in `fit`: the spacing of halves from 2^15 on. The products are
-smaller than that."""
 
 ROUNDER = 1.5 * 2.0**23
 """x + ROUNDER · step - ROUNDER · step rounds float32 x to a multiple of step."""
@@ -347,39 +340,6 @@ def encode_values(y: torch.Tensor, scale: torch.Tensor, gain: float | None = Non
     return codes.flatten(2, 3)[:, :, :length]
 
 
-def fit_steps(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Products of halves in units of FIT_STEP, rounded to nearest even."""
-    return (a.float() * b.float() / FIT_STEP).round()
-
-
-def is_fitted(granularity: Granularity, qk: ProductType, dim: int) -> bool:
-    """Whether scales of q or k are fitted to their codes."""
-    return granularity == "token" and qk == "e4m3" and dim <= FIT_DIM
-
-
-def fit(y: torch.Tensor, scale: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Factors that fit row scales to e4m3 codes, so that codes times scale have the least squared error.
-
-    The factor is 1 + ⟨code, rest⟩ / ⟨code, code⟩, where rest is the rounding error of the row. The part of this error
-    that lies along the row multiplies all of the row's scores, and softmax amplifies it more, the larger the scores
-    are. The scale compensates for that part. Rests are exact in half precision. Products are rounded to FIT_STEP (for
-    ⟨code, code⟩, the product of a code and an eighth of it), so that sums are sums of integers and don't depend on the
-    order.
-
-    Args:
-        y: float32 (…, D).
-        scale: float32 (…), with which y was encoded.
-        data: e4m3 (…, D), the codes.
-
-    Returns:
-        float32 (…), within 1 ± 1/8; 1 for rows with a NaN.
-    """
-    code = data.half()
-    rest = (y * (1.0 / scale).unsqueeze(-1)).half() - code
-    product, square = fit_steps(code, rest).sum(-1), 8 * fit_steps(code, code / 8).sum(-1)
-    return torch.where(square > 0, (square + product) / square, 1.0)
-
-
 def encode_int8(y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """y / scale, at most 127 in magnitude, rounded to int8, to nearest even. NaN becomes INT8_NAN."""
     return torch.where(y.isnan(), INT8_NAN, (y * (1.0 / scale)).round()).to(torch.int8)
@@ -496,8 +456,6 @@ def _quantize_rows(
     y = y.masked_fill(hidden.unsqueeze(-1), torch.nan)
     data = empty_rows(x, row_type(qk))
     data.copy_((encode_int8 if qk == "int8" else encode)(y, row_scales(scale, granularity, length).unsqueeze(-1)))
-    if is_fitted(granularity, qk, x.shape[-1]):
-        kept = (kept * fit(y, scale, data)).clamp(SMALLEST_SCALE, FLOAT_MAX)
     return Quantized(data, kept, granularity, "rows", length, mean, part)
 
 

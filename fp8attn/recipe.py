@@ -75,10 +75,8 @@ class Recipe:
     """Every numeric choice of the pipeline.
 
     Attributes:
-        q: granularity of Q's scales: `tensor | head | block | token`. With `token`, e4m3 and at most 64 channels, each
-            row's scale is fitted to its codes for the least squared error (fp8attn.quantization.fit).
-        k: granularity of K's scales: `tensor | head | block | token`. `token` scales are fitted as Q's are. All
-            granularities but `token` are free in the kernel.
+        q: granularity of Q's scales: `tensor | head | block | token`.
+        k: granularity of K's scales: `tensor | head | block | token`. All but `token` are free in the kernel.
         v: granularity of V's scales: `tensor | head | channel`. V is always rounded so that errors of neighbouring keys
             cancel (fp8attn.quantization.encode_values).
         smooth_k: subtract K's mean over tokens before quantizing. The mean is estimated from 512 tokens. Softmax

@@ -343,7 +343,7 @@ __global__ void __launch_bounds__(FusedSmallShape<Instance::config>::threads, 1)
   ptx::mbarrier_wait(&shared.largest_full, 0);
   if (attends && p.lse != nullptr) {
     ptx::mbarrier_wait(&shared.means_full, 0);
-    queries.multiply(mean_of_quarter(shared, queries.member()), p.score_scale / LOG2E, own.mean_scores);
+    queries.multiply(mean_of_quarter(shared, queries.member()), p.score_scale * (1 / LOG2E), own.mean_scores);
   }
   const float k_scale = row_scale_of<false>(__uint_as_float(shared.k_largest[threadIdx.x % BLOCKS].x));
 

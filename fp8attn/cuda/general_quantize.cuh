@@ -354,7 +354,6 @@ __device__ void write_rows(const GeneralQuantizeParams& p, const RowBlock& block
   auto& shared = *reinterpret_cast<GeneralQuantizeStorage<Instance::config>*>(bytes);
   const TeamRows<T> rows(p, block);
   const RowTeam& team = rows.team;
-  const bool fitted = !INT8 && block.by_token && p.head_dim <= FIT_DIM;
   float scale = 1.0f;
   if (!block.by_token) {
     float largest = 0.0f;
@@ -383,25 +382,14 @@ __device__ void write_rows(const GeneralQuantizeParams& p, const RowBlock& block
       scale = row_scale_of<INT8>(largest);
     }
     const float inverse = __fdiv_rn(1.0f, scale);
-    const bool has_nan = (INT8 || fitted) && team.any(team.has_channels && chunk.has_nan());
-    const bool hidden = (INT8 && has_nan) || (block.is_key && shared.nonfinite[1 + row / 32] >> row % 32 & 1);
+    const bool has_nan = INT8 && team.any(team.has_channels && chunk.has_nan());
+    const bool hidden = has_nan || (block.is_key && shared.nonfinite[1 + row / 32] >> row % 32 & 1);
     uint2 codes = {codes_of<INT8>(chunk.y, inverse), codes_of<INT8>(chunk.y + 4, inverse)};
-    float fit = 1.0f;
-    if constexpr (!INT8) {
-      if (fitted) {
-        Fit sums;
-        sums.add(chunk.y, inverse, codes.x);
-        sums.add(chunk.y + 4, inverse, codes.y);
-        const int2 of_row = sums.sums(team.lanes);
-        if (!hidden && !has_nan) fit = Fit::factor(of_row);
-      }
-    }
     if (hidden) codes = {NAN_CODES<INT8>, NAN_CODES<INT8>};
     if (!exists) return;
     if (team.has_channels) *reinterpret_cast<uint2*>(block.to + row * block.to_stride + team.channel) = codes;
     if (!block.by_token || team.member != 0) return;
-    float kept = largest > 0.0f ? scale * block.unit : 1.0f;
-    if (fitted) kept = fminf(fmaxf(kept * fit, SMALLEST_SCALE), -NOTHING);
+    const float kept = largest > 0.0f ? scale * block.unit : 1.0f;
     block.scale[row] = INT8 && block.is_key && hidden ? NAN : kept;
   });
 }

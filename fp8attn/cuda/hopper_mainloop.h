@@ -149,7 +149,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         wait_for_keys(ring);
         mean = KeyMeanQuarter::load(of_keys, true);
       }
-      queries.multiply(mean, p.score_scale / LOG2E, shared.mean_scores.of_row[consumer]);
+      queries.multiply(mean, p.score_scale * (1 / LOG2E), shared.mean_scores.of_row[consumer]);
       ptx::fence_proxy_async();
     }
   };

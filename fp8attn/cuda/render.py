@@ -67,8 +67,6 @@ CONSTANTS: dict[str, int | float] = {
     "ROUNDER": quantize_ref.ROUNDER,
     "FEEDBACK": quantize_ref.FEEDBACK,
     "LARGEST_CORRECTION": quantize_ref.LARGEST_CORRECTION,
-    "FIT_DIM": quantize_ref.FIT_DIM,
-    "FIT_STEP": quantize_ref.FIT_STEP,
     "LEAST_CHANNEL": pages.LEAST_CHANNEL,
     "LARGEST_EXPONENT": pages.LARGEST_EXPONENT,
     "OF_WORD": OF_WORD,

@@ -18,19 +18,16 @@ import triton.language as tl
 from .. import pages
 from ..device import Device
 from ..pages import LARGEST_LENGTH, PagedBatch, PagedCall, lse_shape, tokens_of
-from .fit import fitted_codes
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
 from .launch import ceil_div, launch
 from .paged_append import RECENT, Traits, batch_row, load_tokens, page_number, row_strides, rows_of_tokens
-from .quantize_steps import BLOCK, FIT_DIM, rotated
+from .quantize_steps import BLOCK, rotated
 from .tile import (
     E4M3_LARGEST,
-    FLOAT_MAX,
     INT8_MAX,
     LOG2E,
     P_OFFSET,
-    SMALLEST_SCALE,
     cap_scores,
     direct_codes,
     e4m3_code,
@@ -88,10 +85,6 @@ def quantized_rows(q, C: tl.constexpr):
     y = tl.where(is_finite(y), y, float("nan")) * tl.div_rn(1.0, scale)[:, None]
     if C.int8:
         return int8_code(y).to(tl.int8, bitcast=True), kept, bad
-    elif C.dim <= FIT_DIM:
-        codes, fit = fitted_codes(y, C.native, True)
-        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)
-        return (codes.to(tl.float8e4nv, bitcast=True) if C.native else half_of_code(codes)), kept, bad
     else:
         codes = e4m3_code(y, C.native)
         return (codes.to(tl.float8e4nv, bitcast=True) if C.native else half_of_code(codes)), kept, bad

@@ -14,13 +14,10 @@ from .. import quantization as quantize_ref
 from ..device import INTERPRETING
 from ..recipe import E4M3_NAN, SCALE_BLOCK
 from .feedback import feed_back
-from .fit import fitted_codes
 from .tile import (
     E4M3_LARGEST,
-    FLOAT_MAX,
     INT8_MAX,
     ROUNDER,
-    SMALLEST_SCALE,
     e4m3_code,
     int8_code,
     is_finite,
@@ -45,7 +42,6 @@ MEAN_STEP: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEP)
 LARGEST_MEAN: tl.constexpr = tl.constexpr(quantize_ref.LARGEST_MEAN)
 BLOCK: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 NAN_CODE: tl.constexpr = tl.constexpr(E4M3_NAN)
-FIT_DIM: tl.constexpr = tl.constexpr(quantize_ref.FIT_DIM)
 MEAN_STEPS: tl.constexpr = tl.constexpr(quantize_ref.MEAN_STEPS)
 GROUP: tl.constexpr = tl.constexpr(layout.GROUP)
 RUN: tl.constexpr = tl.constexpr(quantize_ref.RUN)
@@ -342,7 +338,6 @@ def store_rows(
     NaN, and rows may lie past the end.
     """
     CODE: tl.constexpr = INT8_MAX if C.int8 else E4M3_LARGEST
-    FITTED: tl.constexpr = GROUP == 1 and not C.int8 and DIM <= FIT_DIM
     magnitude = tl.abs(y)
     if CAREFUL:
         magnitude = tl.where(y == y, magnitude, 0.0)
@@ -354,8 +349,7 @@ def store_rows(
         kept = tl.where(largest > 0, scale * FACTOR, 1.0)
         if C.int8 and IS_KEY and CAREFUL:
             kept = tl.where(hidden, float("nan"), kept)
-        if not FITTED:
-            tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
+        tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
         y *= tl.div_rn(1.0, scale)[:, None]
     elif GROUP == BLOCK:
         largest = tl.max(magnitude)
@@ -373,13 +367,7 @@ def store_rows(
     if CAREFUL:
         y = tl.where(hidden[:, None], float("nan"), y)
         inside &= (rows < length)[:, None]
-    if FITTED:
-        codes, fit = fitted_codes(y, C.native, CAREFUL)
-        kept = tl.minimum(tl.maximum(kept * fit, SMALLEST_SCALE), FLOAT_MAX)  # the scale of zeros stays 1
-        tl.store(scale_out + rows * scale_stride, kept, mask=rows < length)
-        tl.store(pointers, codes, mask=inside)
-    else:
-        tl.store(pointers, int8_code(y) if C.int8 else e4m3_code(y, C.native), mask=inside)
+    tl.store(pointers, int8_code(y) if C.int8 else e4m3_code(y, C.native), mask=inside)
 
 
 @triton.jit

@@ -83,27 +83,24 @@ INT8_MUTANTS = {
 }
 
 
-FIT_MUTANTS = {
-    "scales as they were": ("restores * PART * Fit::factor(sums)", "restores * PART"),
-    "another member's": ("sums = i == member() ? of_row", "sums = i == 0 ? of_row"),
-    "the lower half's steps alone": ("low + (int(both - low) >> 16)", "low"),
-    "a carry": ("int(both - low) >> 16", "int(both) >> 16"),
-    "squares in other steps": ("__float2half(0.125f)", "__float2half(0.25f)"),
-    "a lane's part": ("lane = lanes / 2; lane > 0; lane /= 2) found.x", "lane = lanes / 2; lane > 1; lane /= 2) found.x"),
+E4M3_MUTANTS = {
+    "another row's scale": ("scale[row(known())]", "scale[row(0)]"),
+    "another row's factor": ("__shfl_sync(~0u, inverse, 2 * i, team)", "__shfl_sync(~0u, inverse, i, team)"),
+    "the largest of one lane": ("op(x[0], __shfl_xor_sync(~0u, x[0], TEAM / 2))", "x[0]"),
+    "the largest of half a row": ("keeps_upper ? lower : upper, distance", "keeps_upper ? upper : lower, distance"),
 }
-"""Of fitted scales."""
 
 
 def test_mutants_change_what_is_there() -> None:
-    emulation.assert_anchored(("tile/quantize.h", *mutation) for mutation in (INT8_MUTANTS | FIT_MUTANTS).values())
+    emulation.assert_anchored(("tile/quantize.h", *mutation) for mutation in (INT8_MUTANTS | E4M3_MUTANTS).values())
 
 
 @pytest.mark.anywhere
 @pytest.mark.thorough
 @emulation.emulates
-@pytest.mark.parametrize("kind, name", [(kind, name) for kind, mutants in (("int8", INT8_MUTANTS), ("e4m3", FIT_MUTANTS)) for name in mutants])
+@pytest.mark.parametrize("kind, name", [(kind, name) for kind, mutants in (("int8", INT8_MUTANTS), ("e4m3", E4M3_MUTANTS)) for name in mutants])
 def test_the_emulation_sees_what_is_wrong(kind: ProductType, name: str) -> None:
-    mutant = emulation.library("queries.cpp", ("tile/quantize.h", *(INT8_MUTANTS | FIT_MUTANTS)[name]))
+    mutant = emulation.library("queries.cpp", ("tile/quantize.h", *(INT8_MUTANTS | E4M3_MUTANTS)[name]))
     with pytest.raises(AssertionError, match="differ"):
         assert_as_defined(mutant, rows_of("not finite", 128 if kind == "int8" else 64, torch.bfloat16), FUSED_RECIPES[kind])
 
@@ -278,10 +275,10 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 
 MEAN_MUTANTS = {
     "of the first head": ("hopper_mainloop.h", "p.kv_heads + tile.kv_head;", "p.kv_heads;"),
-    "of other rows": ("tile/quantize.h", "products[row(i)]", "products[row(rounds - 1 - i)]"),
+    "of other rows": ("tile/quantize.h", "row(i + member() / (team / 2))", "row(i)"),
     "of the first quarter": ("hopper_mainloop.h", " + QUARTER * queries.member();", ";"),
-    "of a lane": ("tile/quantize.h", "lane > 0; lane /= 2) sum +=", "lane > 1; lane /= 2) sum +="),
-    "a part's unit": ("tile/quantize.h", "sum * (unit * PART)", "sum * unit"),
+    "of a lane": ("tile/quantize.h", "reduce_over_team<team>(of_quarter, member(), sum)", "of_quarter[0]"),
+    "a part's unit": ("tile/quantize.h", "product * (unit * PART)", "product * unit"),
     "of the upper row": ("hopper_mainloop.h", "of_row[f.row], of_row[f.row + 8]", "of_row[f.row], of_row[f.row]"),
 }
 """Of what K's mean adds to the LSE."""

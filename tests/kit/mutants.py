@@ -120,7 +120,7 @@ FUSED_SMALL_MUTANTS = {
     ),
     "a NaN unseen": (FUSED_SMALL, "tile/key_block.h", "nonfinite >> its_key % LANES & 1 ? NAN_CODES<false> : codes", "codes"),
     "tokens that don't exist": (FUSED_SMALL, "tile/key_block.h", "if (exists(pair, i % 2)) largest = fmaxf", "largest = fmaxf"),
-    "scale of another row": (FUSED_SMALL, "tile/quantize.h", "scale[row(member())] = largest", "scale[row(0)] = largest"),
+    "scale of another row": (FUSED_SMALL, "tile/quantize.h", "scale[row(known())] = largest", "scale[row(0)] = largest"),
     "queries not divided as keys are": (FUSED_SMALL, "tile/quantize.h", "restores * PART", "restores"),
     "signs of other channels": (FUSED_SMALL, "tile/rotate.h", "uint32_t(SIGNS >> from) ^ parity(to", "parity(to"),
 }

@@ -18,7 +18,6 @@ from fp8attn import Quantized, Recipe, rotation
 from fp8attn.device import device_of
 from fp8attn.layout import GROUP, PADDING, key_of_slot, padded_length, slots
 from fp8attn.quantization import (
-    FIT_DIM,
     LANES,
     LARGEST_BIAS,
     LARGEST_CORRECTION,
@@ -170,25 +169,10 @@ def factor_of(quantized: Quantized, is_query: bool) -> int:
     return max(quantized.rotated, 1) if is_query else 1
 
 
-def unfitted(quantized: Quantized, largest: torch.Tensor, is_query: bool) -> torch.Tensor:
-    """Scales before any is fitted to codes, from the largest finite magnitudes under them: quotients in float64, which rounded to float32 are
-    those of float32."""
+def scales_of_largest(quantized: Quantized, largest: torch.Tensor, is_query: bool) -> torch.Tensor:
+    """Scales from the largest finite magnitudes under them: quotients in float64, which rounded to float32 are those of float32."""
     scale = (largest.double() / largest_code(quantized)).float().clamp(min=SMALLEST_SCALE)
     return torch.where(largest > 0, scale * factor_of(quantized, is_query), 1.0)
-
-
-def is_fitted(quantized: Quantized) -> bool:
-    """Whether scales are fitted to codes: those of single rows of e4m3, of few channels."""
-    single = quantized.layout == "rows" and quantized.granularity == "token"
-    return single and quantized.data.dtype == E4M3 and quantized.shape[3] <= FIT_DIM
-
-
-def fitting(y: torch.Tensor, quantized: Quantized, largest: torch.Tensor) -> torch.Tensor:
-    """What scales of rows are multiplied by, in whole steps counted in float64."""
-    codes = quantized.data.double()
-    z = (y * (1.0 / unfitted(quantized, largest, False)).unsqueeze(-1)).half().double()
-    products, squares = ((x / 32).round().sum(-1) for x in (codes * (z - codes), codes * codes / 8))
-    return torch.where(squares > 0, ((8 * squares + products) / (8 * squares)).float(), 1.0)
 
 
 def bad_elements(x: torch.Tensor, quantized: Quantized) -> torch.Tensor:
@@ -398,15 +382,12 @@ def test_encoding(device: torch.device, native: bool) -> None:
 @given(problem=problems(places=("nowhere",)))
 def test_round_trip(problem: Problem, device: torch.device) -> None:
     """Half an e4m3 step of each element, 2^-4 of it or 2^-10 scales, half a scale for int8, and three float32 roundings: 1 / scale, y / scale,
-    code · scale. Values are halves before, and their errors cancel: another LARGEST_CORRECTION. Scales that are fitted are those of `fit` before."""
+    code · scale. Values are halves before, and their errors cancel: another LARGEST_CORRECTION."""
     tensors = problem.tensors(device)
     for x, quantized in zip(tensors, by_torch(*tensors, problem.case.recipe), strict=True):
         factor = factor_of(quantized, x is tensors[0])
         y = centred(x, quantized).double() * factor
         integers = quantized.data.dtype == torch.int8
-        if is_fitted(quantized):
-            largest = largest_under_each_scale(centred(x, quantized), quantized.granularity)
-            quantized = dataclasses.replace(quantized, scale=unfitted(quantized, largest, x is tensors[0]))
         restored = token_codes(quantized).view(quantized.data.dtype).double() * element_scales(quantized).double()
         bounded = restored.clamp(-torch.finfo(torch.float32).max, torch.finfo(torch.float32).max).float()
         if factor == 1:
@@ -438,8 +419,7 @@ def largest_under_each_scale(y: torch.Tensor, granularity: Granularity) -> torch
 
 @given(problem=problems())
 def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: Problem, device: torch.device) -> None:
-    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±256 (values as ±448), or ±127. Then those of
-    single rows of e4m3 are fitted to the row's codes.
+    """Rounded once, normal numbers, and exactly 1 where all is zero; the largest elements are stored as ±256 (values as ±448), or ±127.
 
     int8 keys that aren't finite mark their scale: with NaN if it is their own, by its sign if it isn't.
     """
@@ -449,37 +429,17 @@ def test_scales_are_the_largest_finite_magnitude_over_the_largest_code(problem: 
         y = centred(x, quantized).masked_fill(bad_elements(x, quantized), torch.nan)
         largest = largest_under_each_scale(y, quantized.granularity)
         code = largest_code(quantized)
-        expected = unfitted(quantized, largest, x is tensors[0])
+        expected = scales_of_largest(quantized, largest, x is tensors[0])
         hidden = y.isnan().any(-1, keepdim=True) | (nonfinite if x is tensors[1] else False)
         if code == INT8_MAX and x is tensors[1]:
             mark = largest_under_each_scale(hidden.float(), quantized.granularity) > 0
             expected = torch.where(mark, torch.nan if quantized.granularity == "token" else -expected, expected)
-        if is_fitted(quantized):
-            fitted = expected * fitting(y.masked_fill(hidden & (nonfinite if x is tensors[1] else False), torch.nan), quantized, largest)
-            expected = torch.where(largest > 0, fitted.clamp(SMALLEST_SCALE, torch.finfo(torch.float32).max), 1.0)
         torch.testing.assert_close(quantized.scale, expected, rtol=0, atol=0, equal_nan=True)
         spread = element_scales(dataclasses.replace(quantized, scale=largest))
         at_largest = (y.abs() == spread) & (spread >= SMALLEST_SCALE * code)
         if x is tensors[1] or code == INT8_MAX:
             at_largest &= ~hidden
         assert (token_codes(quantized).view(quantized.data.dtype).float().abs() == code)[at_largest].all()
-
-
-@pytest.mark.parametrize("by", QUANTIZERS)
-@pytest.mark.parametrize("dim", (*(pytest.param(dim, marks=pytest.mark.compiles) for dim in (16, 40)), 64))
-def test_fitted_scales_leave_the_least_squared_error(dim: int, by: str, device: torch.device) -> None:
-    """Of every row, but for what steps and halves leave: beside the best scale in float64, and all together beside those that aren't fitted. Also
-    of rows whose squares are next to all in one channel, or the same in all."""
-    q, k, v = normal((1, 2, 300, dim), device, 3)
-    q[:, :, :50, 3] *= 100
-    q[:, :, 50:100] = q[:, :, 50:100].sign() * (1 + 0.05 * q[:, :, 50:100])
-    for x, quantized in zip((q, k), QUANTIZERS[by](q, k, v, Recipe(k="token", rotate=0, smooth_k=False)), strict=False):
-        codes, y = quantized.data.double(), x.double()
-        best = (codes * y).sum(-1) / codes.square().sum(-1)
-        plain = largest_under_each_scale(x, "token") / E4M3_LARGEST
-        error = [(codes * scale.double().unsqueeze(-1) - y).norm(dim=-1) for scale in (best, quantized.scale, plain)]
-        assert (error[1] <= 1.01 * error[0]).all()
-        assert error[1].norm() < 0.995 * error[2].norm()
 
 
 @pytest.mark.parametrize("largest", (192.0, 224.0, 288.0, 320.0, 384.0, E4M3_MAX))
@@ -671,8 +631,6 @@ def test_nan_and_infinity_change_nothing_else(case: Case, lengths: tuple[int, in
         if index == 1 and which == 2:
             others[at[:3]] = False
         assert torch.equal(token_codes(x)[others], token_codes(y)[others])
-        if index == which and is_fitted(x):
-            others[at[:3]] = False  # to what else the row has, or to nothing
         assert torch.equal(element_scales(x).expand(x.shape)[others], element_scales(y).expand(x.shape)[others])
         assert x.mean is None or torch.equal(x.mean, y.mean)
         if x.bias is not None:  # K's mean isn't moved by a zero; its own key has no part in it any longer

@@ -107,7 +107,7 @@ __device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, RowEnd&
   for (int r = 0; r < 2; ++r) {
     const int row = wg_tile.first_row() + f.row + 8 * r;
     if (row >= row_end()) continue;
-    const float lse = (m[r] - P_OFFSET + log2f(l[r])) / LOG2E;
+    const float lse = (m[r] - P_OFFSET + __log2f(l[r])) * (1 / LOG2E);
     p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = lse + (r == 0 ? mean_scores.x : mean_scores.y);
   }
 }

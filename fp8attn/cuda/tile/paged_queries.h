@@ -58,13 +58,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     const float largest = team.largest(rotated.largest), scale = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, scale);
     const bool has_nan = team.any(rotated.has_nan());
     const uint2 of_chunk = {codes_of<INT8>(rotated.y, inverse), codes_of<INT8>(rotated.y + 4, inverse)};
-    float kept = largest > 0.0f ? scale * unit : 1.0f;
-    if constexpr (!INT8 && DIM <= FIT_DIM) {
-      Fit sums;
-      sums.add(rotated.y, inverse, of_chunk.x);
-      sums.add(rotated.y + 4, inverse, of_chunk.y);
-      kept = fminf(fmaxf(kept * Fit::factor(sums.sums(team.lanes)), SMALLEST_SCALE), -NOTHING);
-    }
+    const float kept = largest > 0.0f ? scale * unit : 1.0f;
     if (mine >= rows) continue;
     uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
     *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;

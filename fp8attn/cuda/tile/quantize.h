@@ -62,56 +62,27 @@ __device__ uint32_t codes_of(const float* y, float factor) {
   }
 }
 
-// Sums of quantization.fit_steps over products of halves, two to a word. Halves from 1.5 * 2^15 (BASE) on are FIT_STEP
-// apart, so their bits minus BASE count steps.
-struct FitSteps {
-  static constexpr uint32_t BASE = 0x7A00;
-  uint32_t bits = 0;  // sums of the bits of both halves
-  int words = 0;      // number of words added: far too few to overflow 16 bits
+// A step of a reduction of two values over lanes: the lane keeps one, and gives the other to the lane `distance` away.
+template <typename X, typename Op>
+__device__ X keep_one(X lower, X upper, bool keeps_upper, int distance, Op&& op) {
+  return op(keeps_upper ? upper : lower, __shfl_xor_sync(~0u, keeps_upper ? lower : upper, distance));
+}
 
-  __device__ void add(__half2 a, __half2 b) {
-    const __half2 sum = __hfma2(a, b, __half2half2(__ushort_as_half(BASE)));
-    bits += reinterpret_cast<const uint32_t&>(sum), ++words;
-  }
-
-  __device__ int total() const {
-    const uint32_t both = bits - words * (BASE << 16 | BASE);
-    const int low = int16_t(both);
-    return low + (int(both - low) >> 16);
-  }
-};
-
-// Sums for quantization.fit of one row: <code, rest> and <code, code>. A rest is what rounding left over.
-struct Fit {
-  FitSteps product, square;
-
-  // Adds four numbers and their codes; `factor` is the inverse scale.
-  __device__ void add(const float* y, float factor, uint32_t codes) {
-    uint32_t words[2];
-    ptx::halves_of_e4m3(codes, words[0], words[1]);
+// Reduces N values over a team of adjacent lanes. Lane `member` of it gets value member / (TEAM / N).
+template <int TEAM, int N, typename X, typename Op>
+__device__ X reduce_over_team(const X (&x)[N], int member, Op&& op) {
+  if constexpr (TEAM == 1) {
+    return x[0];
+  } else if constexpr (N == 1) {
+    const X both[1] = {op(x[0], __shfl_xor_sync(~0u, x[0], TEAM / 2))};
+    return reduce_over_team<TEAM / 2>(both, member, op);
+  } else {
+    X kept[N / 2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const __half2 code = reinterpret_cast<const __half2&>(words[i]);
-      product.add(code, __hsub2_rn(__floats2half2_rn(y[2 * i] * factor, y[2 * i + 1] * factor), code));
-      square.add(code, __hmul2(code, __half2half2(__float2half(0.125f))));
-    }
+    for (int i = 0; i < N / 2; ++i) kept[i] = keep_one(x[i], x[i + N / 2], member & TEAM / 2, TEAM / 2, op);
+    return reduce_over_team<TEAM / 2>(kept, member, op);
   }
-
-  // Product and square, summed over the `lanes` adjacent lanes that have a row.
-  __device__ int2 sums(int lanes) const {
-    int2 found = {product.total(), square.total()};
-#pragma unroll
-    for (int lane = lanes / 2; lane > 0; lane /= 2) found.x += __shfl_xor_sync(~0u, found.x, lane), found.y += __shfl_xor_sync(~0u, found.y, lane);
-    return found;
-  }
-
-  // 1 for a row of zeros, whose square is 0, and for a row of NaN, whose square exceeds that of any other row. A row
-  // that is rotated as one part has no NaN or only NaN.
-  __device__ static float factor(int2 sums) {
-    constexpr int largest = FIT_DIM * int(E4M3_LARGEST * E4M3_LARGEST / 8 / FIT_STEP);
-    return unsigned(sums.y - 1) < unsigned(largest) ? __fdiv_rn(8 * sums.y + sums.x, 8 * sums.y) : 1.0f;
-  }
-};
+}
 
 // quantization.coarse. No product is fused into a sum, so that each is rounded where the definition rounds it.
 __device__ inline float coarse(float mean, float low, float high) {
@@ -300,22 +271,24 @@ struct KeyMeanQuarter {
 };
 
 // ROWS rows of Q in bfloat16 or half, which a warpgroup rotates and quantizes with one scale per row. A team of threads
-// has a row; each thread has one quarter of a rotated part.
+// has a row; each thread has one quarter of a rotated part. Two threads of the team know what is found of one row.
 template <int DIM, bool INT8>
 struct Queries {
   static constexpr int team = DIM / QUARTER;
   static constexpr int at_once = 128 / team;  // rows per round
   static constexpr int rounds = ROWS / at_once;
   static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // two rounds are rotated together
-  static_assert(rounds <= team);                           // one thread of the team computes a row's scale
-  static constexpr bool fitted = !INT8 && DIM <= FIT_DIM;
+  static_assert(team == 2 * rounds);
 
   int thread;
   uint4 raw[rounds][2];
   float y[rounds][QUARTER];  // rotated
-  float largest;             // largest magnitude of the row whose scale the thread computes
+  float largest;             // largest magnitude of the row of which the thread knows
 
   __device__ int member() const { return thread % team; }
+
+  // The round whose row the thread knows of.
+  __device__ int known() const { return member() / 2; }
 
   __device__ int row(int round) const { return thread / team + round * at_once; }
 
@@ -345,19 +318,15 @@ struct Queries {
     const QueryRotation<T> rotation(thread);
 #pragma unroll 1
     for (;;) {
-      float any = 0.0f;
+      float of_quarter[rounds] = {};
 #pragma unroll
       for (int i = 0; i < rounds; ++i) {
         if (i % 2 == 0) rotation(y[i], y[i + 1], raw[i], raw[i + 1]);
-        float of_row = 0.0f;
 #pragma unroll
-        for (int c = 0; c < QUARTER; ++c) of_row = fmaxf(of_row, fabsf(y[i][c]));  // fmaxf ignores NaN
-#pragma unroll
-        for (int lane = team / 2; lane > 0; lane /= 2) of_row = fmaxf(of_row, __shfl_xor_sync(~0u, of_row, lane));
-        largest = i == 0 || i == member() ? of_row : largest;
-        any = fmaxf(any, of_row);
+        for (int c = 0; c < QUARTER; ++c) of_quarter[i] = fmaxf(of_quarter[i], fabsf(y[i][c]));  // fmaxf ignores NaN
       }
-      if (!__any_sync(~0u, any == INFINITE)) break;
+      largest = reduce_over_team<team>(of_quarter, member(), [](float a, float b) { return fmaxf(a, b); });
+      if (!__any_sync(~0u, largest == INFINITE)) break;
 #pragma unroll
       for (int i = 0; i < 2 * rounds; ++i) raw[i / 2][i % 2] = nan_where_nonfinite<T>(raw[i / 2][i % 2]);
     }
@@ -367,42 +336,36 @@ struct Queries {
   template <typename Store>
   __device__ void quantize(float (&scale)[ROWS], Store&& store) const {
     const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
-    int2 sums = {};  // of the same row
 #pragma unroll
     for (int i = 0; i < rounds; ++i) {
-      const float factor = __shfl_sync(~0u, inverse, i, team);
+      const float factor = __shfl_sync(~0u, inverse, 2 * i, team);
       uint32_t codes[QUARTER / 4];
-      Fit fit;
 #pragma unroll
-      for (int c = 0; c < QUARTER; c += 4) {
-        codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
-        if constexpr (fitted) fit.add(y[i] + c, factor, codes[c / 4]);
-      }
-      if constexpr (fitted) {
-        const int2 of_row = fit.sums(team);
-        sums = i == member() ? of_row : sums;
-      }
+      for (int c = 0; c < QUARTER; c += 4) codes[c / 4] = codes_of<INT8>(y[i] + c, factor);
       // int8 has no NaN: all of the row becomes INT8_NAN
       if (INT8 && is_hidden(y[i])) codes[0] = codes[1] = codes[2] = codes[3] = NAN_CODES<true>;
       store(row(i), QUARTER * member(), uint4{codes[0], codes[1], codes[2], codes[3]});
     }
     // The definition divides both Q and K by PART, although their product should be divided only once. The scale of Q
     // compensates.
-    if (member() < rounds) scale[row(member())] = largest > 0.0f ? restores * PART * Fit::factor(sums) : 1.0f;
+    if (member() % 2 == 0) scale[row(known())] = largest > 0.0f ? restores * PART : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`. The branch in each round keeps ptxas from
-  // mixing rounds: it would spill registers of the main loop for that.
+  // Writes the rows' products with `mean`, times `unit`, to `products`. The branch for each two rounds keeps ptxas from
+  // mixing more of them: it would spill registers of the main loop for that.
   __device__ void multiply(const KeyMeanQuarter& mean, float unit, float (&products)[ROWS]) const {
+    constexpr auto sum = [](float a, float b) { return a + b; };
 #pragma unroll
-    for (int i = 0; i < rounds; ++i) {
+    for (int i = 0; i < rounds; i += 2) {
       if (!mean.exists) continue;
-      float sum = 0.0f;
+      float of_quarter[2] = {};
 #pragma unroll
-      for (int c = 0; c < QUARTER; ++c) sum = fmaf(y[i][c], mean.channels[c], sum);
+      for (int c = 0; c < QUARTER; ++c) {
 #pragma unroll
-      for (int lane = team / 2; lane > 0; lane /= 2) sum += __shfl_xor_sync(~0u, sum, lane);
-      if (i == member()) products[row(i)] = sum * (unit * PART);  // as of the scale
+        for (int j = 0; j < 2; ++j) of_quarter[j] = fmaf(y[i + j][c], mean.channels[c], of_quarter[j]);
+      }
+      const float product = reduce_over_team<team>(of_quarter, member(), sum);
+      if (member() % (team / 2) == i / 2) products[row(i + member() / (team / 2))] = product * (unit * PART);  // as of the scale
     }
   }
 };

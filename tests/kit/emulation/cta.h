@@ -242,6 +242,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float __log2f(float x) { return log2f(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 
 inline unsigned __float_as_uint(float x) {
