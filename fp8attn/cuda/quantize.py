@@ -166,7 +166,7 @@ def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized,
     rows = quantize_ref.empty_rows(k, quantize_ref.row_type(qk))
     scale = torch.empty(quantize_ref.scale_shape("block", batch, heads, length, dim), dtype=torch.float32, device=device)
     values = torch.empty(batch, heads, dim, padded_length(length), dtype=E4M3, device=device)
-    k_mean, v_scale, v_mean = torch.empty(3, batch, heads, dim, dtype=torch.float32, device=device).unbind()
+    k_mean, v_scale, v_mean = [torch.empty(batch, heads, dim, dtype=torch.float32, device=device) for _ in range(3)]
     part = part_of(dim, FUSED_RECIPES[qk].rotate)
     return (
         Quantized(rows, scale, "block", "rows", length, k_mean, part),

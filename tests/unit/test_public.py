@@ -142,7 +142,8 @@ BACKENDS = ("reference", "modelled", "triton", "cuda", "auto")
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.one_in(3)
 def test_every_backend_takes_every_call(name: str, device: torch.device) -> None:
-    """Of the same shape and dtype, within FP8's rounding of torch's own answer in float64."""
+    """Of the same shape and dtype, within FP8's rounding of torch's own answer in float64. An LSE is off by no more than half a step of e4m3 of the
+    largest score, which is about the largest LSE."""
     arguments = {key: moved(x, device) for key, x in CALLS[name].items()}
     expected, lse, _ = fuzz.expected(fuzz.Drawn("sdpa", arguments))
     backends = [backend for backend in BACKENDS if backend != "cuda" or cuda_unavailable(device) is None]
@@ -162,7 +163,7 @@ def test_every_backend_takes_every_call(name: str, device: torch.device) -> None
         assert error < (0.01 if exact else 0.12), backend
         assert torch.equal(out_lse == -torch.inf, lse == -torch.inf)
         seen = lse > -torch.inf
-        assert not seen.any() or float((out_lse.double() - lse)[seen].abs().max()) < (0.01 if exact else 0.2), backend
+        assert not seen.any() or float((out_lse.double() - lse)[seen].abs().max()) < (0.01 if exact else 2**-5 * lse[seen].abs().max()), backend
         assert fp8attn.explain(**arguments, backend=backend).because
 
 
