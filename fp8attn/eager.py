@@ -195,7 +195,8 @@ def record(like: Likeness | None, attend: Callable[..., Attention | None]) -> li
     given = [x for x in like.tensors if x is not None]
     if any(x.device != given[0].device or x.layout is not torch.strided for x in given):
         return None
-    number = like.launch.args[0] if isinstance(like.launch, partial) else next(_numbers)
+    launch = _launches.get(like.name)  # another thread may have kept one since
+    number = launch.args[0] if isinstance(launch, partial) else next(_numbers)
 
     def outputs(inputs: Tensors) -> tuple[torch.Tensor, ...]:
         remaining = iter(inputs)
