@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -30,10 +31,16 @@ def _without_autocast() -> Iterator[None]:
     for device in enabled:
         torch.set_autocast_enabled(device, False)
     try:
-        yield
+        with DisableTorchFunction():
+            yield
     finally:
         for device in enabled:
             torch.set_autocast_enabled(device, True)
+
+
+def shield() -> AbstractContextManager[None]:
+    """Inside, autocast and function modes don't affect torch."""
+    return _without_autocast() if _is_any_autocast_enabled() else DisableTorchFunction()
 
 
 def shielded(implementation: Callable[..., Result]) -> Callable[..., Result]:
@@ -44,11 +51,8 @@ def shielded(implementation: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(implementation)
     def run(*arguments, **options) -> Result:
-        with DisableTorchFunction():
-            if not _is_any_autocast_enabled():
-                return implementation(*arguments, **options)
-            with _without_autocast():
-                return implementation(*arguments, **options)
+        with shield():
+            return implementation(*arguments, **options)
 
     return run
 

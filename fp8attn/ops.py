@@ -24,7 +24,7 @@ from torch.compiler import is_compiling
 from . import quantization as quantize_ref
 from . import reference, rotation, validate
 from . import triton as triton_kernels
-from .ambient import shielded
+from .ambient import shield, shielded
 from .call import GRANULARITIES, Call, HalfKeys, empty_lse, empty_output
 from .cuda import build, general_quantize
 from .cuda import quantize as cuda_quantize
@@ -635,12 +635,6 @@ FUSING = ("auto", "cuda")
 """Backends whose attention kernel may quantize q."""
 
 
-@shielded
-def _attend_directly(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    with current(call.q.device):
-        return FORWARDS[backend](call)
-
-
 def attend_to_quantized(call: Call, backend: str, scale: torch.Tensor | None = None, made_here: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by a forward operator, or directly.
 
@@ -651,7 +645,8 @@ def attend_to_quantized(call: Call, backend: str, scale: torch.Tensor | None = N
     if is_direct(call.q, call.k, call.v):
         if not made_here or call.kv_heads == 0:
             validate.check_call(call, quantizes_q=backend in FUSING)
-        return _attend_directly(call, backend)
+        with shield(), current(call.q.device):
+            return FORWARDS[backend](call)
     operator = getattr(library_ops, f"{backend}_forward" if call.varlen is None else f"{backend}_varlen_forward")
     return operator(*call.arguments, scale=scale)
 

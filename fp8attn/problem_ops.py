@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 
 from . import ops, validate
-from .ambient import shielded
+from .ambient import shield
 from .call import Call, Problem, empty_lse, empty_output
 from .cuda import build, configs, early, one_launch
 from .cuda import run as cuda_run
@@ -156,11 +156,6 @@ def from_fp16_by(run: FromFp16):
     return forward
 
 
-@shielded
-def _attend_to_problem_directly(problem: Problem, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return FROM_FP16[backend](problem)
-
-
 def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantization and attention of a checked problem by an operator, or directly.
 
@@ -168,7 +163,8 @@ def attend_to_problem(problem: Problem, backend: str, scale: torch.Tensor | None
         scale: as of `ops.register`.
     """
     if ops.is_direct(problem.q, problem.k, problem.v):
-        return _attend_to_problem_directly(problem, backend)
+        with shield():
+            return FROM_FP16[backend](problem)
     forward = "forward" if problem.varlen is None else "varlen_forward"
     return getattr(ops.library_ops, f"{backend}_{forward}_from_fp16")(*problem.arguments, scale=scale)
 

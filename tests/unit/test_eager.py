@@ -11,9 +11,11 @@ import struct
 import subprocess
 import sys
 import threading
+import traceback
 import unittest.mock
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,6 +50,7 @@ from repeating import Repeats
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
+PACKAGE = Path(fp8attn.__file__).parent
 CPU = torch.device("cpu")
 
 pytestmark = [pytest.mark.anywhere, emulation.emulates]
@@ -291,6 +294,50 @@ def test_quantizing_and_then_attending_launches_the_same(
     monkeypatch.setattr(prepare, "device_of", lambda device: H100)
     said = fp8attn.explain(q, k, v, backend=backend, **options).because
     assert ("attention begins with heads whose key and value are quantized" in said) == early
+
+
+class Traced:
+    """Operators of the binding. Before one is called, notes the files of fp8attn that the call has passed, outermost first."""
+
+    def __init__(self, of: Any, routes: list[list[str]]) -> None:
+        self._of, self._routes = of, routes
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._of, name)
+        if name != "default":
+            return Traced(found, self._routes)
+
+        def call(*arguments: Any) -> Any:
+            files = [Path(frame.filename) for frame in traceback.extract_stack()]
+            self._routes.append([str(name) for name, _ in itertools.groupby(files) if PACKAGE in name.parents])
+            return found(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "shape, quantizes, options",
+    (
+        ((2, 20, 1100, 128), False, {}),  # two launches
+        ((1, 24, 577, 64), False, {"return_lse": True}),  # one launch
+        ((1, 3, 700, 128), False, {"recipe": fp8attn.PRECISE, "is_causal": True}),
+        ((2, 20, 1100, 128), False, {"attn_mask": torch.ones(1100, 1100, dtype=torch.bool)}),
+        ((1, 4, 300, 64), True, {}),
+    ),
+)
+def test_a_call_passes_few_files_and_none_twice(shape: tuple[int, ...], quantizes: bool, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From sdpa to each launch."""
+    operands = tuple(torch.randn(shape).bfloat16() for _ in range(3))
+    if quantizes:
+        operands = quantize(*operands, fp8attn.Recipe())
+    routes: list[list[str]] = []
+    library = build.load_with(None, None, 90)
+    monkeypatch.setattr(build, "load_with", lambda *_: build.Library(Traced(library.operators, routes), library.launchers))
+    eager.forget()
+    fp8attn.sdpa(*operands, backend="cuda", **options)
+    assert routes
+    for route in routes:
+        assert route[0] == str(PACKAGE / "api.py") and len(route) <= 8 and len(set(route)) == len(route), route
 
 
 @pytest.mark.parametrize("shape", ((1, 3, 400), (2, 8, 1100)))
