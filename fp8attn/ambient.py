@@ -26,21 +26,21 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 @contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    enabled = [device for device in DEVICES if torch.is_autocast_enabled(device)]
-    for device in enabled:
-        torch.set_autocast_enabled(device, False)
-    try:
-        with DisableTorchFunction():
-            yield
-    finally:
+def _without_autocast_and_modes() -> Iterator[None]:
+    with DisableTorchFunction():
+        enabled = [device for device in DEVICES if torch.is_autocast_enabled(device)]
         for device in enabled:
-            torch.set_autocast_enabled(device, True)
+            torch.set_autocast_enabled(device, False)
+        try:
+            yield
+        finally:
+            for device in enabled:
+                torch.set_autocast_enabled(device, True)
 
 
 def shield() -> AbstractContextManager[None]:
     """Inside, autocast and function modes don't affect torch."""
-    return _without_autocast() if _is_any_autocast_enabled() else DisableTorchFunction()
+    return _without_autocast_and_modes() if _is_any_autocast_enabled() else DisableTorchFunction()
 
 
 def shielded(implementation: Callable[..., Result]) -> Callable[..., Result]:

@@ -621,8 +621,8 @@ def test_calls_of_a_layer_may_have_different_numbers_of_heads() -> None:
         assert together.cosine[head] == min(*of[0].cosine[group], of[2].cosine[head])
     # a packed call's error is that of its heads together; each is the largest of the batch, so the batch is one here
     first = [AttentionCall("x", x[:1], k[:1], v[:1]) for x in (decode.query, packed.query)]
-    apart, at_once = (calibrate([call], recipes=(Recipe(),)).layers["x"].tried[0].relative_l2 for call in first)
-    assert all(min(apart[3 * i : 3 * i + 3]) <= at_once[i] <= max(apart[3 * i : 3 * i + 3]) for i in range(2))
+    of_heads, of_groups = (calibrate([call], recipes=(Recipe(),)).layers["x"].tried[0].relative_l2 for call in first)
+    assert all(min(of_heads[3 * i : 3 * i + 3]) <= of_groups[i] <= max(of_heads[3 * i : 3 * i + 3]) for i in range(2))
 
 
 @pytest.mark.parametrize("value", (math.inf, -math.inf, math.nan))

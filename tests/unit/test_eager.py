@@ -309,7 +309,7 @@ class Traced:
 
         def call(*arguments: Any) -> Any:
             files = [Path(frame.filename) for frame in traceback.extract_stack()]
-            self._routes.append([str(name) for name, _ in itertools.groupby(files) if PACKAGE in name.parents])
+            self._routes.append([str(file) for file, _ in itertools.groupby(files) if PACKAGE in file.parents])
             return found(*arguments)
 
         return call
