@@ -536,7 +536,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
         prepared = prepare(part, others, chosen)
         return *ops.attend_to_quantized(call_from(prepared, True), chosen, part.scale), prepared.key.mean
 
-    to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.library_ops.half_keys
+    to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.attend_to_half_keys
     out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
     return (out, lse) if return_lse else out
 

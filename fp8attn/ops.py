@@ -668,10 +668,33 @@ def _half_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
+    return _launch_half_keys((q, k, v), (fp8_out, fp8_lse, k_mean, rotated), sinks, recent, softmax_scale, causal, out_dtype, return_lse)
+
+
+def _launch_half_keys(
+    operands: tuple[torch.Tensor, ...], others: tuple[Any, ...], sinks: int, recent: int, softmax_scale: float, causal: Causal,
+    out_dtype: torch.dtype, return_lse: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q, k, v = operands
     offset = causal_offset(causal, q.shape[2], k.shape[2])
-    call = HalfKeys(q, k, v, sinks, recent, softmax_scale, offset, out_dtype, return_lse, fp8_out, fp8_lse, k_mean, rotated)
     with current(q.device):
-        return triton_kernels.half_keys.half_keys(call, device_of(q.device))
+        return triton_kernels.half_keys.half_keys(
+            HalfKeys(q, k, v, sinks, recent, softmax_scale, offset, out_dtype, return_lse, *others), device_of(q.device)
+        )
+
+
+def attend_to_half_keys(*arguments: Any, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention to half-precision keys of a checked call by the operator `half_keys`, or directly.
+
+    Args:
+        arguments: the operator's.
+        scale: as of `register`.
+    """
+    operands = arguments[:3]
+    if not is_direct(*operands):
+        return library_ops.half_keys(*arguments, scale=scale)
+    with shield():
+        return _launch_half_keys(operands, arguments[3:7], *arguments[7:])
 
 
 def _half_keys_modelled(

@@ -79,6 +79,11 @@ class QuantizeConfig:
         own = MOMENTS + 4 * CHANNELS + NONFINITE
         return round_up(round_up(tile, 128) + measured + own + 8, 128)
 
+    @property
+    def writers(self) -> int:
+        """CTAs that write a slice of a token chunk. The long instance has one for V and another for K."""
+        return 2 if self.is_long else 1
+
     def stats_bytes(self, ctas: int) -> int:
         """Bytes of what the kernels of a call with so many CTAs tell each other."""
         return ctas * CHUNK_STATS_BYTES if self.is_long else 0
@@ -114,22 +119,20 @@ def ctas_of(k: torch.Tensor) -> int:
     return token_chunks_of(k) * slices_of(k)
 
 
-def writers_of(k: torch.Tensor) -> int:
-    """Number of CTAs that write the codes of a head. The long instance has CTAs for V and others for K."""
-    return ctas_of(k) * (2 if choose(k).is_long else 1)
-
-
 def ctas_of_packed(k: torch.Tensor, packed: Packed) -> int:
     """Number of CTAs for packed keys (1, H, T, D): one for each slice of each head of each place of a token chunk."""
     return units_of(packed, TOKEN_CHUNK) * k.shape[1] * slices_of(k)
 
 
+def grid_of(k: torch.Tensor) -> tuple[QuantizeConfig, int]:
+    """The instance for a call, and `ctas_of`. `unsupported_call` must have returned None."""
+    chunks, ctas = token_chunks_of(k), ctas_of(k)
+    return OF_LONG if ctas > LARGEST_CLUSTER else next(c for c in OF_CLUSTERS if c.token_chunks >= chunks), ctas
+
+
 def choose(k: torch.Tensor) -> QuantizeConfig:
     """The instance for a call. `unsupported_call` must have returned None."""
-    chunks = token_chunks_of(k)
-    if chunks * slices_of(k) > LARGEST_CLUSTER:
-        return OF_LONG
-    return next(c for c in OF_CLUSTERS if c.token_chunks >= chunks)
+    return grid_of(k)[0]
 
 
 def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:

@@ -164,12 +164,9 @@ def memory_of(scratch: Scratch, like: torch.Tensor, heads: int = 0) -> Memory:
     counters, flags = scratch.counters, scratch.flags
     size = counters + flags + heads
     zeros = like.new_zeros(size, dtype=torch.int32) if size else like.new_empty(0, dtype=torch.int32)
-    return Memory(
-        zeros.narrow(0, 0, counters) if counters else None,
-        like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None,
-        zeros.narrow(0, counters, flags) if flags else None,
-        zeros.narrow(0, counters + flags, heads),
-    )
+    counter, of_warps, ready = zeros.split_with_sizes((counters, flags, heads))
+    parts = like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None
+    return Memory(counter if counters else None, parts, of_warps if flags else None, ready)
 
 
 def launch_of(call: Call, device: Device, config: Config, library: build.Library, splits: int) -> tuple[tuple[int | float, ...], Scratch]:
@@ -235,19 +232,20 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Devic
     return key, value
 
 
-def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device, ready: torch.Tensor | None = None) -> None:
-    """`quantize_kv` into what quantize.empty made.
+def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device, ready: torch.Tensor | None = None) -> int:
+    """`quantize_kv` into what quantize.empty made. Returns the number of CTAs that add to a word of `ready`.
 
     Args:
         ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
     """
-    config = quantize.choose(k)
+    config, ctas_of_head = quantize.grid_of(k)
     library = build.load_with(config, quantize.INSTANCES, device.arch)
     batch, heads, length, _ = k.shape
-    ctas = batch * heads * quantize.ctas_of(k)
+    ctas = batch * heads * ctas_of_head
     library.operators.quantize.default(
         library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), ready
     )
+    return config.writers * ctas_of_head
 
 
 def quantize_packed(k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: Packed, device: Device) -> tuple[Quantized, Quantized]:
