@@ -299,8 +299,10 @@ def plain_call(heads: int, dim: int = 64, keys: int = 300, **options: Any) -> Ca
     return dataclasses.replace(call, q=q, q_scale=None, mean_scores=None, lse_mean=operands[1].mean)
 
 
-def assert_waits(emulated: Emulated, config: HopperConfig = FUSED_Q["plain queries 64"], device: Device = TWO_SMS, **options: Any) -> None:
-    call = plain_call(3, config.head_dim, **options)
+def assert_waits(
+    emulated: Emulated, config: HopperConfig = FUSED_Q["plain queries 64"], device: Device = TWO_SMS, heads: int = 3, **options: Any
+) -> None:
+    call = plain_call(heads, config.head_dim, **options)
     expected = emulated(call, config, None, device)
     for seed in range(4):  # head 0 is ready long before others with the last
         for x, y in zip(emulated.when_ready(call, config, device, seed), expected, strict=True):
@@ -312,10 +314,10 @@ def test_begins_with_heads_that_are_ready(emulated: Emulated) -> None:
 
 
 def test_ranges_of_tiles_of_heads_that_are_ready(emulated: Emulated) -> None:
-    """84 tiles are nine rounds and three tiles, which six ranges of keys are made of."""
-    config, nine = FUSED_Q["plain queries 256"], dataclasses.replace(H100, sm_count=9)
-    assert run.splits_of(plain_call(3, 256, 2000), config, nine) == 6
-    assert_waits(emulated, config, nine, keys=2000)
+    """28 tiles are five rounds and three tiles, which five ranges of keys are made of."""
+    config, five = FUSED_Q["plain queries 256"], dataclasses.replace(H100, sm_count=5)
+    assert run.splits_of(plain_call(1, 256, 2000), config, five) == 5
+    assert_waits(emulated, config, five, heads=1, keys=2000)
 
 
 @pytest.mark.one_in(2)
