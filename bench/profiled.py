@@ -26,14 +26,16 @@ def named_ranges() -> Iterator[None]:
 
     Outside, ranges cost nothing.
     """
-    library, repeat, remember, is_plain = api.ops.library_ops, api.eager.repeat, api.eager.remember, api.ops.is_plain
+    eager, library, is_plain = api.eager, api.ops.library_ops, api.ops.is_plain
+    repeat, record, remember = eager.repeat, eager.record, eager.remember
     api.ops.library_ops = Ranged(library)  # type: ignore[assignment]
-    api.eager.repeat = api.eager.remember = lambda *_: None  # type: ignore[assignment]
+    eager.repeat = eager.record = eager.remember = lambda *_: None  # type: ignore[assignment]
     api.ops.is_plain = lambda: False
     try:
         yield
     finally:
-        api.ops.library_ops, api.eager.repeat, api.eager.remember, api.ops.is_plain = library, repeat, remember, is_plain
+        api.ops.library_ops, api.ops.is_plain = library, is_plain
+        eager.repeat, eager.record, eager.remember = repeat, record, remember
 
 
 class Ranged:

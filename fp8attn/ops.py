@@ -22,7 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 from torch.compiler import is_compiling
 
 from . import quantization as quantize_ref
-from . import reference, rotation, validate
+from . import recording, reference, rotation, validate
 from . import triton as triton_kernels
 from .ambient import shield, shielded
 from .call import GRANULARITIES, Call, HalfKeys, empty_lse, empty_output
@@ -120,9 +120,9 @@ WITH_MEMORY = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 def is_direct(*tensors: torch.Tensor | None) -> bool:
     """Whether kernels are called without the operators around them, which check again: that takes longer than a launch.
 
-    Not where anything but this code sees operators, nor with tensors that have no memory.
+    Not where anything but this code, which includes its recorder, sees operators, nor with tensors that have no memory.
     """
-    return is_plain() and WITH_MEMORY.issuperset(map(type, tensors))
+    return (recording.current() is not None or is_plain()) and WITH_MEMORY.issuperset(map(type, tensors))
 
 
 def has_kernels(device: torch.device) -> bool:

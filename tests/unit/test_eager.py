@@ -93,6 +93,12 @@ def varlen_quantized_by_a_function(k, v, cu_seqlens_k, seqused_k, recipe):
     return made
 
 
+def packed_by_the_operator(k, v, recipe, packed):
+    """As prepare has it where calls aren't direct."""
+    with unittest.mock.patch.object(ops, "is_direct", return_value=False):
+        return prepare._packed_operands(k, v, recipe, packed, False)
+
+
 TABLE = 9
 """The number of the launch that writes the table of tiles."""
 
@@ -140,7 +146,12 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "has_kernels", lambda device: False)
     monkeypatch.setattr(ops, "_by_triton", lambda call: (empty_output(call.q, call.value_dim, call.out_dtype), empty_lse(call.q, call.return_lse)))
     monkeypatch.setattr(ops, "quantized", quantized_by_a_function)
+    monkeypatch.setitem(ops.QUANTIZERS, "quantize", quantized_by_a_function)
     monkeypatch.setitem(ops.implementations, "varlen_quantize", varlen_quantized_by_a_function)
+    packed = varlen_ops.QUANTIZERS["varlen_quantize"]
+    monkeypatch.setitem(
+        varlen_ops.QUANTIZERS, "varlen_quantize", lambda *x: packed(*x) if recording.current() is None else packed_by_the_operator(*x)
+    )
     monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(build, "load_binding", lambda: library.operators)
     chosen = api.choose_backend
