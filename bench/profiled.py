@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -20,22 +21,20 @@ from .peers import Problem
 WARM_UP_CALLS = 3
 
 
+def nothing(*_: object) -> None:
+    """In place of functions that look calls up, or keep them."""
+
+
 @contextmanager
 def named_ranges() -> Iterator[None]:
     """Inside, calls go through operators, and quantization and attention are NVTX ranges.
 
     Outside, ranges cost nothing.
     """
-    eager, library, is_plain = api.eager, api.ops.library_ops, api.ops.is_plain
-    repeat, record, remember = eager.repeat, eager.record, eager.remember
-    api.ops.library_ops = Ranged(library)  # type: ignore[assignment]
-    eager.repeat = eager.record = eager.remember = lambda *_: None  # type: ignore[assignment]
-    api.ops.is_plain = lambda: False
-    try:
+    by_operators = mock.patch.multiple(api.ops, library_ops=Ranged(api.ops.library_ops), is_plain=lambda: False)
+    not_kept = mock.patch.multiple(api.eager, repeat=nothing, record=nothing, remember=nothing)
+    with by_operators, not_kept:
         yield
-    finally:
-        api.ops.library_ops, api.ops.is_plain = library, is_plain
-        eager.repeat, eager.record, eager.remember = repeat, record, remember
 
 
 class Ranged:

@@ -668,19 +668,16 @@ def _half_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
-    return _launch_half_keys((q, k, v), (fp8_out, fp8_lse, k_mean, rotated), sinks, recent, softmax_scale, causal, out_dtype, return_lse)
+    return _launch_half_keys(q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse)
 
 
-def _launch_half_keys(
-    operands: tuple[torch.Tensor, ...], others: tuple[Any, ...], sinks: int, recent: int, softmax_scale: float, causal: Causal,
-    out_dtype: torch.dtype, return_lse: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    q, k, v = operands
+def _launch_half_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The operator `half_keys` of arguments that were checked."""
+    *of_fp8_keys, sinks, recent, softmax_scale, causal, out_dtype, return_lse = others
     offset = causal_offset(causal, q.shape[2], k.shape[2])
+    call = HalfKeys(q, k, v, sinks, recent, softmax_scale, offset, out_dtype, return_lse, *of_fp8_keys)
     with current(q.device):
-        return triton_kernels.half_keys.half_keys(
-            HalfKeys(q, k, v, sinks, recent, softmax_scale, offset, out_dtype, return_lse, *others), device_of(q.device)
-        )
+        return triton_kernels.half_keys.half_keys(call, device_of(q.device))
 
 
 def attend_to_half_keys(*arguments: Any, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -690,11 +687,10 @@ def attend_to_half_keys(*arguments: Any, scale: torch.Tensor | None = None) -> t
         arguments: the operator's.
         scale: as of `register`.
     """
-    operands = arguments[:3]
-    if not is_direct(*operands):
+    if not is_direct(*arguments[:3]):
         return library_ops.half_keys(*arguments, scale=scale)
     with shield():
-        return _launch_half_keys(operands, arguments[3:7], *arguments[7:])
+        return _launch_half_keys(*arguments)
 
 
 def _half_keys_modelled(

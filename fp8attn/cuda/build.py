@@ -836,18 +836,13 @@ def load(instances: tuple[Config, ...] | None = None, arch: int = 90) -> Library
     return _libraries[kernels]
 
 
-def loaded(config: Config, arch: int) -> Library | None:
-    """A library that contains an instance and is loaded, or None."""
-    return _having.get((config, arch))
-
-
 def load_with(config: Config, group: tuple[Config, ...], arch: int) -> Library:
     """A library that contains an instance: one that is loaded already, or the one of its group.
 
     Raises:
         BuildError: it can't be compiled.
     """
-    found = loaded(config, arch)
+    found = _having.get((config, arch))
     return load(group if config in group else (config,), arch) if found is None else found
 
 

@@ -35,8 +35,9 @@ class OneLaunch(NamedTuple):
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> OneLaunch | str:
     """The launch for a call of plain tensors, or why there is none."""
-    if q.shape[3] not in DIMS:  # most calls that have none end here
-        return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(map(str, sorted(DIMS)))}"
+    reason = fused_small.unsupported_dims(q, v, DIMS)
+    if reason is not None:  # most calls that have none end here
+        return reason
     reason = fused_small.unsupported_call(q, k, v, softmax_scale, device)
     if reason is None:
         return small(q, k)

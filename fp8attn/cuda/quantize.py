@@ -127,7 +127,9 @@ def ctas_of_packed(k: torch.Tensor, packed: Packed) -> int:
 def grid_of(k: torch.Tensor) -> tuple[QuantizeConfig, int]:
     """The instance for a call, and `ctas_of`. `unsupported_call` must have returned None."""
     chunks, ctas = token_chunks_of(k), ctas_of(k)
-    return OF_LONG if ctas > LARGEST_CLUSTER else next(c for c in OF_CLUSTERS if c.token_chunks >= chunks), ctas
+    if ctas > LARGEST_CLUSTER:
+        return OF_LONG, ctas
+    return next(c for c in OF_CLUSTERS if c.token_chunks >= chunks), ctas
 
 
 def choose(k: torch.Tensor) -> QuantizeConfig:

@@ -53,8 +53,6 @@ def library_of(config: Config, device: Device) -> build.Library:
     Raises:
         BuildError: they can't be.
     """
-    if (found := build.loaded(config, device.arch)) is not None:
-        return found
     if isinstance(config, HopperConfig):
         return build.load_with(config, configs.instances(config.scores, config.int8, config.fuse_q_quant, config.varlen), device.arch)
     return build.load_with(config, portable.group(config.head_dim, device, config.int8, config.scores), device.arch)
