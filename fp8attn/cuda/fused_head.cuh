@@ -115,7 +115,7 @@ template <FusedHeadConfig C, typename T>
 __device__ void finish_values(const Params& p, FusedHeadStorage<C>& shared, int channel) {
   const float2 found = mean_and_scale<FusedHeadShape<C>::token_chunks, T>(p.inverse_length, shared.measured.found, token_chunks_of(p), channel);
   shared.channel_mean[channel] = found.x, shared.channel_scale[channel] = found.y;
-  shared.channel_factor[channel] = __fdiv_rn(1.0f, found.y);
+  shared.channel_factor[channel] = __frcp_rn(found.y);
 }
 
 // Sets K's mean, rotated, in one warp.
@@ -214,7 +214,7 @@ __device__ void write_keys(const Params& p, FusedHeadStorage<C>& shared, const M
     for (int i = 0; i < WARPS; ++i) of_block = fmaxf(of_block, largest[i]);
     const float scale = row_scale_of<false>(of_block);
     if (mine.thread == 0) shared.k_scale[n] = scale;
-    keys.store(shared.k[n], y, __fdiv_rn(1.0f, scale), reinterpret_cast<const uint32_t*>(&shared.nonfinite[n / BLOCKS][n % BLOCKS])[keys.key(0, 0) / LANES]);
+    keys.store(shared.k[n], y, __frcp_rn(scale), reinterpret_cast<const uint32_t*>(&shared.nonfinite[n / BLOCKS][n % BLOCKS])[keys.key(0, 0) / LANES]);
   }
 }
 

@@ -174,7 +174,7 @@ __device__ void quantize_keys(FusedSmallStorage<C>& shared, const Part<C>& part,
   ptx::warpgroup_sync(1 + part.warpgroup);
   const float largest = fmaxf(fmaxf(own.largest[0], own.largest[1]), fmaxf(own.largest[2], own.largest[3]));
   if (thread < C.cluster) dsmem_store(thread, &shared.k_largest[block], {__float_as_uint(largest), 0, 0, 0}, &shared.largest_full);
-  const float factor = __fdiv_rn(1.0f, row_scale_of<false>(largest));
+  const float factor = __frcp_rn(row_scale_of<false>(largest));
   ptx::mbarrier_wait(&shared.stats_full, 0);
   uint32_t nonfinite = 0;
   for (int i = 0; i < S::slices; ++i) nonfinite |= shared.nonfinite[i][block * (KEYS / LANES) + keys.warp];
@@ -205,7 +205,7 @@ __device__ void quantize_values(const Params& p, FusedSmallStorage<C>& shared, c
     const float scale = scale_of(fmaxf(fmaxf(found.high - mean, mean - found.low), 0.0f));
     own.stats.mean[c] = own.shift[c] = mean;
     own.stats.scale[c] = scale;
-    own.factor[c] = __fdiv_rn(1.0f, scale);
+    own.factor[c] = __frcp_rn(scale);
   }
   ptx::warpgroup_sync(1 + part.warpgroup);
   const float4 mean = reinterpret_cast<const float4*>(own.shift)[values.quad], factor = reinterpret_cast<const float4*>(own.factor)[values.quad];

@@ -277,7 +277,7 @@ __device__ void write_values(const GeneralQuantizeParams& p, int head, uint32_t 
   const int64_t begin = int64_t(item / pairs) * run, row = int64_t(head) * p.value_dim + channel;
   if (begin >= p.padded) return;
   const float2 mean = p.v_mean == nullptr ? float2{} : float2{p.v_mean[row], p.v_mean[row + 1]};
-  const float2 factor = {__fdiv_rn(1.0f, p.v_scale[row]), __fdiv_rn(1.0f, p.v_scale[row + 1])};
+  const float2 factor = {__frcp_rn(p.v_scale[row]), __frcp_rn(p.v_scale[row + 1])};
   const __half2 gain = __half2half2(__float2half(p.kv_length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
   const T* from = head_of<T>(p.v, p.v_strides, p.kv_heads, head) + channel;
   uint8_t* to = p.v_data + row * p.padded;
@@ -381,7 +381,7 @@ __device__ void write_rows(const GeneralQuantizeParams& p, const RowBlock& block
       largest = team.largest(chunk.largest);
       scale = row_scale_of<INT8>(largest);
     }
-    const float inverse = __fdiv_rn(1.0f, scale);
+    const float inverse = __frcp_rn(scale);
     const bool has_nan = INT8 && team.any(team.has_channels && chunk.has_nan());
     const bool hidden = has_nan || (block.is_key && shared.nonfinite[1 + row / 32] >> row % 32 & 1);
     uint2 codes = {codes_of<INT8>(chunk.y, inverse), codes_of<INT8>(chunk.y + 4, inverse)};

@@ -323,9 +323,12 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const int begin = C.window ? wg_tile.begin : begin_of<C>(visible, wg_tile.tile, work_tile);
     int after = kv_block_of(ring.stage, begin + 1).next;  // the block after the ring's
     issue_qk<C>(scores, shared, consumer, ring.stage, first_panel, first_keys, ones);
-    if constexpr (C.fuse_q_quant) load_channels(work_tile);  // not before the producer has waited for the quantizer
-    ptx::cp_async_wait_but<1>();
-    ptx::warpgroup_sync(1 + consumer);  // the rows' scales are there
+    if constexpr (C.fuse_q_quant) {
+      load_channels(work_tile);  // not before the producer has waited for the quantizer
+    } else {
+      ptx::cp_async_wait_but<1>();
+      ptx::warpgroup_sync(1 + consumer);  // the rows' scales are there
+    }
     prepare(read(shared.k_scale[ring.stage].own));
     // One loop for all blocks: all warps of the warpgroup must issue the same wgmma, whatever their rows need.
     while (after < wg_tile.seen) {

@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
     wait();
     if (threadIdx.x < CHANNELS) {
       shared.shift[threadIdx.x] = p.v_mean[coord.channel() + threadIdx.x];
-      shared.factor[threadIdx.x] = __fdiv_rn(1.0f, p.v_scale[coord.channel() + threadIdx.x]);
+      shared.factor[threadIdx.x] = __frcp_rn(p.v_scale[coord.channel() + threadIdx.x]);
     }
     ptx::cp_async_wait_but<0>();
     __syncthreads();

@@ -441,7 +441,7 @@ TIMING_MUTANTS = {
         "shared.mean_scores.of_row[consumer]);\n      ptx::fence_proxy_async();",
         "shared.mean_scores.of_row[consumer]);",
     ),
-    "an output written over while it is stored": ("192", "tile/staged_output.h", "box == 0 && !evenly", "false"),
+    "an output written over while it is stored": ("192", "tile/staged_output.h", "first == 0 && !evenly", "false"),
     "bits freed before they are read": (
         "masked 64",
         "hopper_mainloop.h",

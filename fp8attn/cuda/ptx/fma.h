@@ -40,4 +40,10 @@ __device__ inline float reciprocal_approx(float x) {
   return y;
 }
 
+// 1 / x, rounded to nearest, for x from 2^-126 to below 2^126: what __frcp_rn does where it needn't branch.
+__device__ inline float reciprocal(float x) {
+  const float y = reciprocal_approx(x);
+  return fmaf(y, -fmaf(y, x, -1.0f), y);
+}
+
 }  // namespace fp8attn::ptx

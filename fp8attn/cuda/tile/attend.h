@@ -103,12 +103,13 @@ struct WarpgroupTile {
 template <typename RowEnd>
 __device__ void store_lse(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&l)[2], Fragment f, float2 mean_scores) {
   if (p.lse == nullptr || f.column != 0) return;
+  const Tile& tile = wg_tile.tile;
+  const int row = wg_tile.first_row() + f.row, left = row_end() - row;
+  float* to = p.lse + (int64_t(tile.batch) * p.q_heads + tile.head) * p.q_length + row;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = wg_tile.first_row() + f.row + 8 * r;
-    if (row >= row_end()) continue;
     const float lse = (m[r] - P_OFFSET + __log2f(l[r])) * (1 / LOG2E);
-    p.lse[(int64_t(wg_tile.tile.batch) * p.q_heads + wg_tile.tile.head) * p.q_length + row] = lse + (r == 0 ? mean_scores.x : mean_scores.y);
+    if (8 * r < left) to[8 * r] = lse + (r == 0 ? mean_scores.x : mean_scores.y);
   }
 }
 

@@ -55,7 +55,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     for (int i = 0; i < CHUNK; ++i) sum = fmaf(x[i], mean[i], sum);
     sum = team.sum(sum);
     const RowChunk rotated(chunk, rotation, zeros);
-    const float largest = team.largest(rotated.largest), scale = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, scale);
+    const float largest = team.largest(rotated.largest), scale = row_scale_of<INT8>(largest), inverse = __frcp_rn(scale);
     const bool has_nan = team.any(rotated.has_nan());
     const uint2 of_chunk = {codes_of<INT8>(rotated.y, inverse), codes_of<INT8>(rotated.y + 4, inverse)};
     const float kept = largest > 0.0f ? scale * unit : 1.0f;

@@ -33,8 +33,12 @@ constexpr uint32_t NAN_CODES = INT8 ? INT8_NAN * 0x01010101u : 0x7F7F7F7F;
 
 __device__ inline bool is_finite(float x) { return fabsf(x) < INFINITE; }
 
-// The scale that maps `largest` to `code`; 1 if `largest` is 0.
-__device__ inline float scale_of(float largest, float code = E4M3_MAX) { return largest > 0.0f ? fmaxf(__fdiv_rn(largest, code), SMALLEST_SCALE) : 1.0f; }
+// The scale that maps `largest` to `code`, a constant; 1 if `largest` is 0. A product with the inverse of a power of 2
+// has the bits of the quotient.
+__device__ inline float scale_of(float largest, float code = E4M3_MAX) {
+  const bool is_power = (__float_as_uint(code) & 0x7FFFFF) == 0;
+  return largest > 0.0f ? fmaxf(is_power ? __fmul_rn(largest, 1.0f / code) : __fdiv_rn(largest, code), SMALLEST_SCALE) : 1.0f;
+}
 
 // The scale of a row of Q or a block of K.
 template <bool INT8>
@@ -335,7 +339,7 @@ struct Queries {
   // Calls store(row, column, codes of a quarter). Writes the rows' scales to `scale`.
   template <typename Store>
   __device__ void quantize(float (&scale)[ROWS], Store&& store) const {
-    const float restores = row_scale_of<INT8>(largest), inverse = __fdiv_rn(1.0f, restores);
+    const float restores = row_scale_of<INT8>(largest), inverse = __frcp_rn(restores);
 #pragma unroll
     for (int i = 0; i < rounds; ++i) {
       const float factor = __shfl_sync(~0u, inverse, 2 * i, team);

@@ -6,6 +6,7 @@
 
 #include <type_traits>
 
+#include "../ptx/fma.h"
 #include "../ptx/stmatrix.h"
 #include "../ptx/tma.h"
 #include "schedule.h"
@@ -46,7 +47,7 @@ struct StagedOutput {
     if constexpr (PACKED) row_end = end();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      inverse[r] = l[r] == 0.0f ? 0.0f : 1.0f / l[r];
+      inverse[r] = l[r] == 0.0f ? 0.0f : ptx::reciprocal(l[r]);
       weight[r] = l[r] == 0.0f ? 0.0f : 1.0f;
     }
   }
@@ -108,58 +109,72 @@ struct StagedOutput {
     return reinterpret_cast<const uint32_t&>(pair);
   }
 
+  // Writes channels x to x + COUNT - 1, at most a box, to shared memory.
+  template <typename T, int COUNT>
+  __device__ void write(uint8_t* to, const float* s, int x) const {
+    x += lane % 4 * 2;
+    if constexpr (sizeof(T) == 4) {
+#pragma unroll
+      for (int j = 0; j < COUNT / 8; ++j)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ row % 8;
+          *reinterpret_cast<float2*>(to + row * OUTPUT_BYTES + chunk * 16 + lane % 2 * 8) = value(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], r, x + 8 * j);
+        }
+    } else {
+      // four matrices at a time: rows 0 ... 7 and 8 ... 15 of one group of 8 channels, then of the next group
+      uint8_t* row = to + lane % 16 * OUTPUT_BYTES;
+#pragma unroll
+      for (int j = 0; j < COUNT / 8; j += 2) {
+        uint32_t matrices[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = 4 * (j + i / 2) + 2 * (i % 2);
+          matrices[i] = pack(value(s[at], s[at + 1], i % 2, x + 8 * (j + i / 2)), T());
+        }
+        ptx::stmatrix(row + ((j + lane / 16) ^ lane % 8) * 16, matrices);
+      }
+    }
+  }
+
+  // Boxes are stored together if all of a tile's have a buffer.
   template <typename T, int FIRST, int COUNT, int N>
   __device__ void store_as(const float (&o)[N]) const {
     constexpr int width = OUTPUT_BYTES / sizeof(T);
+    constexpr int of_tile = (Scales::channels + width - 1) / width, together = of_tile <= BOXES ? of_tile : 1;
     // else the first box of a tile uses the same buffer as the last box of the previous tile
-    constexpr bool evenly = (Scales::channels + width - 1) / width % BOXES == 0;
-    const int column = lane % 4 * 2;
+    constexpr bool evenly = of_tile % BOXES == 0;
 #pragma unroll
-    for (int box = 0; box < (COUNT + width - 1) / width; ++box) {  // the last box may extend beyond the tensor
-      uint8_t* to = boxes.bytes[threadIdx.x % 128 / 32][box % BOXES];
+    for (int first = 0; first * width < COUNT; first += together) {
+      const auto box = [&](int i) { return boxes.bytes[threadIdx.x % 128 / 32][(first + i) % BOXES]; };
       if (lane == 0) {
         // rows that are stored one by one are in no group of TMA's, so groups say nothing of their buffers
-        if ((FIRST == 0 && box == 0 && !evenly) || by_rows())
+        if (together == of_tile || (FIRST == 0 && first == 0 && !evenly) || by_rows())
           ptx::tma_store_wait<0>();
         else
           ptx::tma_store_wait<BOXES - 1>();
       }
       __syncwarp();
-      const int x = FIRST + box * width + column;
-      const float* s = o + box * width / 2;
-      if constexpr (sizeof(T) == 4) {
 #pragma unroll
-        for (int j = 0; j < width / 8 && box * width + 8 * j < COUNT; ++j)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ row % 8;
-            *reinterpret_cast<float2*>(to + row * OUTPUT_BYTES + chunk * 16 + lane % 2 * 8) = value(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], r, x + 8 * j);
-          }
-      } else {
-        // four matrices at a time: rows 0 ... 7 and 8 ... 15 of one group of 8 channels, then of the next group
-        uint8_t* row = to + lane % 16 * OUTPUT_BYTES;
-#pragma unroll
-        for (int j = 0; j < width / 8 && box * width + 8 * j < COUNT; j += 2) {
-          uint32_t matrices[4];
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int at = 4 * (j + i / 2) + 2 * (i % 2);
-            matrices[i] = pack(value(s[at], s[at + 1], i % 2, x + 8 * (j + i / 2)), T());
-          }
-          ptx::stmatrix(row + ((j + lane / 16) ^ lane % 8) * 16, matrices);
-        }
+      for (int i = 0; i < together; ++i) {
+        const int at = (first + i) * width;
+        if (at + width <= COUNT)
+          write<T, width>(box(i), o + at / 2, FIRST + at);
+        else
+          write<T, COUNT % width>(box(i), o + at / 2, FIRST + at);  // the last box extends beyond the tensor
       }
       if constexpr (PACKED) {
         if (by_rows()) {
           __syncwarp();
-          store_rows<T>(to, FIRST + box * width);
+          for (int i = 0; i < together; ++i) store_rows<T>(box(i), FIRST + (first + i) * width);
           continue;
         }
       }
       ptx::fence_proxy_async();
       __syncwarp();
       if (lane == 0) {
-        ptx::tma_store(p.out_map, to, (FIRST + box * width) * sizeof(T), first_row, tile.head, tile.batch);
+#pragma unroll
+        for (int i = 0; i < together; ++i) ptx::tma_store(p.out_map, box(i), (FIRST + (first + i) * width) * sizeof(T), first_row, tile.head, tile.batch);
         ptx::tma_store_commit();
       }
     }

@@ -216,7 +216,7 @@ __device__ float finish_blocks(const QuantizeParams& p, const TileStorage& share
   const float scale = row_scale_of<INT8>(largest);
   if (threadIdx.x < BLOCKS && block * KEYS < coord.count)
     p.k_scale[int64_t(coord.row()) * (p.padded / KEYS) + coord.first_page + coord.token_chunk * BLOCKS + block] = has_nonfinite_key ? -scale : scale;
-  return __fdiv_rn(1.0f, scale);
+  return __frcp_rn(scale);
 }
 
 // Writes K's codes. `inverse`: what finish_blocks returned to this thread. CAREFUL: some tokens are non-finite or don't

@@ -252,7 +252,7 @@ __device__ float2 mean_and_scale(float inverse_length, const Moments* token_chun
 template <QuantizeConfig C, typename T>
 __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, int channel) {
   const float2 found = mean_and_scale<C.token_chunks, T>(coord.inverse_length(p), shared.values.token_chunks, coord.token_chunks, channel);
-  shared.tile.shift[channel] = found.x, shared.tile.factor[channel] = __fdiv_rn(1.0f, found.y);
+  shared.tile.shift[channel] = found.x, shared.tile.factor[channel] = __frcp_rn(found.y);
   if (coord.token_chunk != 0) return;
   p.v_mean[coord.channel() + channel] = found.x;
   p.v_scale[coord.channel() + channel] = found.y;

@@ -170,7 +170,7 @@ struct TokenRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
       });
       reduce_over_warps<GROUPS>(more.maxima, most, f, [](float a, float b) { return fmaxf(a, b); });
       for_queries([&](int group, int r) {
-        const float scale = scale_of(most[group][r], float(1 << int(OFFSET))), inverse = __fdiv_rn(1.0f, scale);
+        const float scale = scale_of(most[group][r], float(1 << int(OFFSET))), inverse = __frcp_rn(scale);
         s[group][r] *= inverse, s[group][2 + r] *= inverse;
         beta[group][r] *= scale;
       });

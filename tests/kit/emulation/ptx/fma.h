@@ -41,5 +41,6 @@ inline uint32_t half_twice(float x) {
 }
 
 inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float reciprocal(float x) { return 1.0f / x; }
 
 }  // namespace fp8attn::ptx
