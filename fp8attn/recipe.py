@@ -129,6 +129,7 @@ class Recipe:
     recent: int = 0
     statistics: Coverage = "sequence"
     text: ClassVar[str]
+    _of_fp8_keys: ClassVar[Recipe]
 
     def __post_init__(self) -> None:
         allowed: dict[str, tuple] = {
@@ -153,6 +154,8 @@ class Recipe:
                 raise ValueError(f"Recipe.{field.name} is {value!r}; it must be one of {allowed[field.name]}")
         # computed here, because torch.compile may replace a field's number by a symbol
         object.__setattr__(self, "text", " ".join(str(getattr(self, field.name)) for field in fields(self)))
+        if self.has_half_keys:
+            object.__setattr__(self, "_of_fp8_keys", replace(self, sinks=0, recent=0, statistics="sequence"))
 
     @staticmethod
     @functools.cache
@@ -176,7 +179,7 @@ class Recipe:
     @property
     def of_fp8_keys(self) -> Recipe:
         """The recipe of the keys that don't stay in half precision."""
-        return replace(self, sinks=0, recent=0, statistics="sequence")
+        return self._of_fp8_keys if self.has_half_keys else self
 
     def of_call(self, masked: bool, causal: bool) -> Recipe:
         """This recipe, or without keys in half precision where it doesn't take a call.
