@@ -308,14 +308,17 @@ void write_to(fp8attn::QuantizeParams& p, const Tensor& k, const Tensor& k_data,
 
 // Quantizes K and V, (B, H, S, D), into tensors that fp8attn/cuda/quantize.py has allocated. `sampled`: the number of
 // tokens from which K's mean is computed. `stats_bytes`: the size of the memory through which its kernels pass
-// statistics. `ready`: (B, H), each 0 at launch, the number of CTAs that have completed a head.
+// statistics. `words`: set to 0; then each of the last B * H becomes the number of CTAs that have completed a head.
 void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
-              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& ready) {
+              const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean, const std::optional<Tensor>& words) {
   fp8attn::QuantizeParams p = params_of_values(v);
   write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
   p.inverse_length = 1.0 / k.size(2);
   p.inverse_sample = 1.0 / sampled;
-  p.ready = ready ? ready->mutable_data_ptr<int>() : nullptr;
+  if (words) {
+    p.cleared = words->numel() - k.size(0) * k.size(1);
+    p.ready = words->mutable_data_ptr<int>() + p.cleared;
+  }
   const std::optional<Tensor> stats = stats_bytes > 0 ? std::optional(room_of(stats_bytes, k)) : std::nullopt;
   p.chunk_stats = stats ? stats->mutable_data_ptr() : nullptr;
   launch(launcher, p, ctas, k.get_device());
@@ -660,7 +663,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
-      " Tensor(f!) v_mean, Tensor(g!)? ready) -> ()");
+      " Tensor(f!) v_mean, Tensor(g!)? words) -> ()");
   define(
       "quantize_packed(int launcher, int ctas, int stats_bytes, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seqused, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean,"
       " Tensor(d!) v_data, Tensor(e!) v_scale, Tensor(f!) v_mean) -> ()");

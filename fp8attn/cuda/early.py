@@ -72,7 +72,7 @@ def quantize_and_attend(problem: Problem, device: Device) -> tuple[torch.Tensor,
     # nothing may run between the two launches, such as torch filling what it allocates (torch.utils.deterministic)
     out, lse = empty_output(q, call.value_dim, problem.out_dtype), empty_lse(q, problem.return_lse)
     launch = launch_of(call, device, config)
-    writers = run.quantize_into(key, value, k, v, device, ready=launch.memory.ready)
+    writers = run.quantize_into(key, value, k, v, device, words=launch.memory.words)
     forward_when_ready(call, launch, out, lse, writers)
     return out, lse
 

@@ -130,7 +130,8 @@ struct QuantizeParams {
   bool half;
   bool int8;  // K becomes int8, not e4m3
 
-  int* ready;  // (B, H), 0 at launch: number of CTAs that have completed a head; or null
+  int* ready;   // (B, H): number of CTAs that have completed a head; or null
+  int cleared;  // words before `ready` that are set to 0, as `ready` itself is
   // (B, H, token chunks, slices) of ChunkStats, which one kernel writes and the next reads; null if one kernel does all
   void* chunk_stats;
   float *v_sums, *v_extremes;  // of `measure`: (B, H, token chunks, D) and (B, H, token chunks, 2, D), of finite elements

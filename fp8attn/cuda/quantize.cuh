@@ -63,6 +63,7 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   __syncthreads();
   ptx::cluster_arrive_relaxed();
   ptx::wait_for_grids_before();
+  clear_flags(p, coord);
   ptx::launch_dependents();
   const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
   Sample<T> sample;

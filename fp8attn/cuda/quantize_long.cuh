@@ -69,6 +69,7 @@ __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __gr
   const int slices = p.head_dim / CHANNELS, from_last = gridDim.x - 1 - blockIdx.x;
   const ClusterCoord coord = is_sample ? coord_of_head<packed>(p, blockIdx.x) : coord_of_chunk<packed>(p, from_last / slices, from_last % slices);
   if (packed && !coord.exists()) return;
+  if (!is_sample) clear_flags(p, coord);
   if (threadIdx.x < BLOCKS) shared.nonfinite[threadIdx.x] = {};
   __syncthreads();
   const Mine mine;

@@ -150,23 +150,26 @@ class Memory(NamedTuple):
     Attributes:
         counter, flags: as of `Scratch`, or None.
         parts: float32 (splits, floats) of `Scratch`, or None.
-        ready: int32 (key/value heads,), 0 at launch, what `quantize_into` tells attention that overlaps it, or empty.
+        ready: int32 (key/value heads,), what `quantize_into` tells attention that overlaps it, or empty.
+        words: int32, counter, flags and ready one after the other. They are 0 if ready is empty; otherwise
+            `quantize_into` sets them to 0.
     """
 
     counter: torch.Tensor | None
     parts: torch.Tensor | None
     flags: torch.Tensor | None
     ready: torch.Tensor
+    words: torch.Tensor
 
 
 def memory_of(scratch: Scratch, like: torch.Tensor, heads: int = 0) -> Memory:
     """Allocated on the device of `like`. `heads`: key/value heads in `ready`."""
     counters, flags = scratch.counters, scratch.flags
     size = counters + flags + heads
-    zeros = like.new_zeros(size, dtype=torch.int32) if size else like.new_empty(0, dtype=torch.int32)
-    counter, of_warps, ready = zeros.split_with_sizes((counters, flags, heads))
+    words = like.new_zeros(size, dtype=torch.int32) if size and not heads else like.new_empty(size, dtype=torch.int32)
+    counter, of_warps, ready = words.split_with_sizes((counters, flags, heads))
     parts = like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None
-    return Memory(counter if counters else None, parts, of_warps if flags else None, ready)
+    return Memory(counter if counters else None, parts, of_warps if flags else None, ready, words)
 
 
 def launch_of(call: Call, device: Device, config: Config, library: build.Library, splits: int) -> tuple[tuple[int | float, ...], Scratch]:
@@ -232,18 +235,19 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Devic
     return key, value
 
 
-def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device, ready: torch.Tensor | None = None) -> int:
-    """`quantize_kv` into what quantize.empty made. Returns the number of CTAs that add to a word of `ready`.
+def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device, words: torch.Tensor | None = None) -> int:
+    """`quantize_kv` into what quantize.empty made. Returns the number of CTAs of a head.
 
     Args:
-        ready: (B, H) int32 of zeros, to which each CTA that is done with a head adds 1; or None.
+        words: int32, which the kernel sets to 0. Then each CTA that is done with a head adds 1 to the head's word: the
+            last B · H are those of heads. Or None.
     """
     config, ctas_of_head = quantize.grid_of(k)
     library = build.load_with(config, quantize.INSTANCES, device.arch)
     batch, heads, length, _ = k.shape
     ctas = batch * heads * ctas_of_head
     library.operators.quantize.default(
-        library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), ready
+        library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), words
     )
     return config.writers * ctas_of_head
 

@@ -59,18 +59,45 @@ def test_windows_and_caps_of_few_channels_do_not_overlap_quantization() -> None:
             assert early.overlaps_quantization(call, instance(dim, consumers), H100) is begins
 
 
-@pytest.mark.anywhere
-@emulation.emulates
-def test_every_cta_says_that_it_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = emulation.quantizer()
-    monkeypatch.setattr(build, "load_with", lambda *_: library)
-    k, v = normal((2, 3, 700, 128))
-    expected, (key, value) = run.quantize_kv(k, v, "int8", H100), quantize.empty(k, v, "int8")
-    ready = torch.zeros(2, 3, dtype=torch.int32)
-    run.quantize_into(key, value, k, v, H100, ready=ready)
-    assert (ready == quantize.ctas_of(k)).all() and quantize.ctas_of(k) == 4
+def check_words(library: build.Library, heads: int, length: int, ctas: int) -> None:
+    """`heads` heads of two batches, each quantized by `ctas` CTAs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: library)
+        k, v = normal((2, heads, length, 128))
+        expected, (key, value) = run.quantize_kv(k, v, "int8", H100), quantize.empty(k, v, "int8")
+        words = torch.full((300 + 2 * heads,), 7, dtype=torch.int32)  # of the call before
+        assert run.quantize_into(key, value, k, v, H100, words=words) == ctas
+    assert (words[:300] == 0).all(), "words before"
+    assert (words[300:] == ctas).all(), "words of heads"
     for x, y in zip((key, value), expected, strict=True):
         assert_same(x, y)
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+@pytest.mark.parametrize("heads, length, ctas", ((3, 700, 4), (1, 4100, 36)))
+def test_every_cta_says_that_it_is_done(heads: int, length: int, ctas: int) -> None:
+    check_words(emulation.quantizer(), heads, length, ctas)
+
+
+CLEARING = {
+    "words of heads": ("tile/token_chunk.h", "if (threadIdx.x == 0) p.ready[coord.pair] = 0;", ""),
+    "words before": ("tile/token_chunk.h", "i < p.cleared; i += THREADS", "i < min(p.cleared, THREADS); i += THREADS"),
+}
+"""What the quantizer clears, and changes of its source after which it doesn't."""
+
+
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored(CLEARING.values())
+
+
+@pytest.mark.anywhere
+@pytest.mark.thorough
+@emulation.emulates
+@pytest.mark.parametrize("name", CLEARING)
+def test_the_emulation_sees_what_is_not_cleared(name: str) -> None:
+    with pytest.raises(AssertionError, match=name):
+        check_words(emulation.quantizer(CLEARING[name]), 3, 700, 4)
 
 
 @pytest.mark.anywhere
@@ -88,7 +115,7 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.
     q = normal((2, 30, 500, 128), dtype)[0]
     call, (out, lse) = call_of(q, key, value, causal), (empty_output(q, 128, dtype), empty_lse(q, True))
     launch = early.launch_of(call, H100, config)
-    counter, parts, flags, ready = launch.memory
+    counter, parts, flags, ready, _ = launch.memory
     assert counter is not None and (parts is None) == (causal != "none") and ready.shape == (30,)
     early.forward_when_ready(call, launch, out, lse, 2)
     buffer = ctypes.create_string_buffer(library.params_size())

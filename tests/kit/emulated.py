@@ -65,6 +65,7 @@ class Emulated:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
             launch = early.launch_of(call, device, config)
+        launch.memory.words.zero_()  # as the quantizer does
         ready = launch.memory.ready
         for name, head in parts:
             emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])

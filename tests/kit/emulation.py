@@ -130,6 +130,7 @@ class QuantizeParams(ctypes.Structure):
         ("half", ctypes.c_bool),
         ("int8", ctypes.c_bool),
         ("ready", ctypes.c_void_p),
+        ("cleared", ctypes.c_int),
         ("chunk_stats", ctypes.c_void_p),
         ("v_sums", ctypes.c_void_p),
         ("v_extremes", ctypes.c_void_p),
@@ -507,7 +508,7 @@ def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: i
 
 
 def quantize_params(
-    tensors: Sequence[torch.Tensor], sampled: int, ready: torch.Tensor | None = None, chunk_stats: torch.Tensor | None = None
+    tensors: Sequence[torch.Tensor], sampled: int, words: torch.Tensor | None = None, chunk_stats: torch.Tensor | None = None
 ) -> QuantizeParams:
     """The QuantizeParams that binding.cpp's quantize makes from its arguments; `chunk_stats` it allocates.
 
@@ -522,7 +523,9 @@ def quantize_params(
         setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*named[name].stride()[:3]))
     k, k_data, v_data = named["k"], named["k_data"], named["v_data"]
     p.padded, p.heads, p.length, p.head_dim = v_data.size(3), k.size(1), k.size(2), k.size(3)
-    p.ready = None if ready is None else ready.data_ptr()
+    if words is not None:
+        p.cleared = words.numel() - k.size(0) * k.size(1)
+        p.ready = words[p.cleared :].data_ptr()
     p.chunk_stats = None if chunk_stats is None else chunk_stats.data_ptr()
     p.inverse_length, p.inverse_sample = 1.0 / k.size(2), 1.0 / sampled
     p.half, p.int8 = k.dtype == torch.float16, k_data.dtype == torch.int8

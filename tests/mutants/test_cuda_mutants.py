@@ -178,6 +178,8 @@ def check_ready() -> list[str]:
             ready[head] += 1
 
     loading, launch = (early.launch_of(late, device_of(device), config) for _ in range(2))
+    for each in (loading, launch):
+        each.memory.words.zero_()  # as the quantizer does
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
     arrive(*(torch.empty_like(x) for x in (late.k, late.v, late.lse_mean)), loading.memory.ready)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
