@@ -224,9 +224,9 @@ __device__ inline void wait_for_block(int n) {
   }
 }
 
-// Sets to 0 what the attention kernel counts with that follows: the head's first CTA does it for the head, the grid's
-// first CTA for the words before. Called by a whole CTA before the attention kernel may start, and before CTAs of the
-// head say that they are done.
+// Sets the attention kernel's flags and tile counter to 0: a head's first CTA the head's word of `ready`, the grid's
+// first CTA the words before. All threads of a CTA call it, before it allows the attention kernel to start, and before
+// CTAs of the head say that they are done.
 __device__ inline void clear_flags(const QuantizeParams& p, const ClusterCoord& coord) {
   if (p.ready == nullptr || coord.token_chunk > 0 || coord.slice > 0) return;
   for (int i = threadIdx.x; coord.pair == 0 && i < p.cleared; i += THREADS) p.ready[i - p.cleared] = 0;
