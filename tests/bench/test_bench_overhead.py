@@ -72,6 +72,17 @@ def test_cpu_time_is_of_calls_and_not_of_waits(monkeypatch: pytest.MonkeyPatch) 
     assert overhead.cpu_us(call, 3, wait) == pytest.approx(3.0)
 
 
+def test_inputs_of_new_lengths_come_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    drawn: list[int] = []
+    of = overhead.Problem.of
+    monkeypatch.setattr(overhead.Problem, "of", lambda case, *x, **options: drawn.append(case.kv_length) or of(case, *x, **options))
+    monkeypatch.setattr(overhead.fp8attn, "sdpa", lambda q, k, v, **options: lengths.append(k.shape[2]) or drawn.append(0))
+    overhead.new_length_us(SMALL, CPU, lambda: None)
+    expected = [200 - 16 * (i + 1) for i in range(overhead.NEW_LENGTHS + 2)]
+    assert drawn == expected + [0, 0] * len(expected) and lengths == [length for length in expected for _ in range(2)]
+
+
 def test_table_and_record() -> None:
     one = Overhead(SMALL, 30.0, 200.0, 300.0, 60.0, 50.0, 20.0, 90.0)
     assert one.of_launching == pytest.approx(1.2)

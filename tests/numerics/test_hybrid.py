@@ -60,6 +60,13 @@ def split(case: Case, recipe: Recipe) -> list[tuple[slice, str, slice, str]]:
     return [(rows, causal, *hybrid.fp8_keys(rows.stop - rows.start, case.kv_length, causal, recipe)) for rows, causal in parts]
 
 
+def test_the_recipe_of_fp8_keys_is_made_once() -> None:
+    for recipe in (Recipe(recent=128), Recipe(sinks=128, qk="int8"), Recipe(statistics="page")):
+        assert recipe.of_fp8_keys is recipe.of_fp8_keys
+        assert recipe.of_fp8_keys == dataclasses.replace(recipe, recent=0, sinks=0, statistics="sequence")
+    assert Recipe().of_fp8_keys == Recipe()
+
+
 @given_several(drawn_cases(), part=2)
 def test_every_key_is_attended_to_once(drawn: tuple[Case, ...]) -> None:
     for case in noted(drawn):
