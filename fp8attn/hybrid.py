@@ -65,7 +65,7 @@ def attend(
     """
     found = []
     for rows, part_causal, keys, fp8_causal in ranges(q.shape[2], k.shape[2], causal, recipe):
-        part = q if rows == slice(0, q.shape[2]) else q[:, :, rows]
+        part = q[:, :, rows]
         fp8_out: Fp8Attention | tuple[None, None, None] = (None, None, None)
         if keys.start < keys.stop and part.numel() > 0:
             fp8_out = to_fp8_keys(part, k[:, :, keys], v[:, :, keys], fp8_causal)

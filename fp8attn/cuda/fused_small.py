@@ -100,21 +100,13 @@ def may_take(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
     return dim in DIMS and v.shape[3] == dim and q.dtype in HALVES and q.dtype == k.dtype == v.dtype and k.shape[2] <= LONGEST
 
 
-def unsupported_dims(q: torch.Tensor, v: torch.Tensor, dims: frozenset[int]) -> str | None:
-    """The reason why a kernel for these head dims can't take those of plain tensors, or None if it can."""
-    if q.shape[3] in dims and v.shape[3] == q.shape[3]:
-        return None
-    return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(map(str, sorted(dims)))}"
-
-
 def unsupported_operands(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, dims: frozenset[int], longest: int) -> str | None:
     """The reason why a kernel for these head dims and up to `longest` keys can't take plain tensors, or None if it
     can."""
     if q.dtype not in HALVES or not q.dtype == k.dtype == v.dtype:
         return f"query, key and value are {q.dtype}, {k.dtype} and {v.dtype}; it takes bfloat16 or float16"
-    reason = unsupported_dims(q, v, dims)
-    if reason is not None:
-        return reason
+    if q.shape[3] not in dims or v.shape[3] != q.shape[3]:
+        return f"head dims are {q.shape[3]} and {v.shape[3]}; it takes {' or '.join(map(str, sorted(dims)))}"
     if not 0 < k.shape[2] <= longest:
         return f"there are {k.shape[2]} keys; it takes 1 to {longest}"
     if 0 in q.shape:

@@ -11,8 +11,6 @@ from . import fused_head, fused_small
 from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
 
-DIMS = fused_small.DIMS | fused_head.DIMS
-
 
 class OneLaunch(NamedTuple):
     """An instance, and its grid.
@@ -35,9 +33,6 @@ class OneLaunch(NamedTuple):
 
 def plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softmax_scale: float, device: Device) -> OneLaunch | str:
     """The launch for a call of plain tensors, or why there is none."""
-    reason = fused_small.unsupported_dims(q, v, DIMS)
-    if reason is not None:  # most calls that have none end here
-        return reason
     reason = fused_small.unsupported_call(q, k, v, softmax_scale, device)
     if reason is None:
         return small(q, k)
