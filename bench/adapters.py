@@ -247,6 +247,8 @@ def _sage_kernel(problem: Problem) -> Attention:
     case = problem.case
     if case.kv_length % 128:
         raise ValueError(f"{case.kv_length} keys; without its own padding the kernel takes multiples of 128")
+    if case.head_dim not in (64, 128):  # its own error ends the process where its exceptions don't cross libraries
+        raise ValueError(f"head dim is {case.head_dim}; it takes 64 or 128")
     kernel = _sage_hopper()
 
     def quantized(tensors: Tensors) -> tuple[torch.Tensor, ...]:

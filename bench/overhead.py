@@ -36,8 +36,11 @@ CALLS = 20
 """Calls in a row whose CPU time is one sample. All their launches fit into the queue of a stream, so that no call waits
 for the GPU."""
 
-NEW_LENGTHS = 9
-"""Lengths whose first and second calls are timed. Each is 16 tokens shorter than the one before, so that kernels are the same."""
+NEW_LENGTHS = 3
+"""Lengths of a turn whose first and second calls are timed, after those of another one."""
+
+STEP = 2
+"""Tokens by which each length is shorter than the one before: kernels are the same."""
 
 
 Call = Callable[[], object]
@@ -137,11 +140,11 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Overhead:
-    """Microseconds of a kind of call.
+    """Microseconds of a kind of call. The CPU's are medians over all turns.
 
     Attributes:
         cpu_us: CPU time of a repeated call, without waiting for the GPU.
-        new_length_us: CPU time of the first call of a length, kernels compiled; the median of NEW_LENGTHS.
+        new_length_us: CPU time of the first call of a length, kernels compiled.
         second_us: of the second one, which is recorded.
         eager_us, graph_us: of a call in a row of calls, launched one by one or in a CUDA graph.
         sdpa_cpu_us, sdpa_eager_us: the same of F.scaled_dot_product_attention in bfloat16.
@@ -169,88 +172,116 @@ class Overhead:
         return {"kind": self.kind.name, **self.kind.case.record(), **times}
 
 
-def cpu_us(call: Callable[[], object], rounds: int, wait: Callable[[], None]) -> float:
-    """The median over rounds of the CPU time of a call, in us.
+def cpu_us(call: Callable[[], object], wait: Callable[[], None]) -> float:
+    """The CPU time of a call, in us: the mean of CALLS calls.
 
     Args:
         wait: waits until the GPU is idle.
     """
-    samples = []
-    for _ in range(rounds):
-        wait()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        samples.append((time.perf_counter() - start) * 1e6 / CALLS)
     wait()
-    return statistics.median(samples)
+    start = time.perf_counter()
+    for _ in range(CALLS):
+        call()
+    found = (time.perf_counter() - start) * 1e6 / CALLS
+    wait()
+    return found
 
 
-def new_length_us(kind: Kind, device: torch.device, wait: Callable[[], None]) -> tuple[float, float]:
-    """The median CPU times of the first and the second calls of NEW_LENGTHS lengths, in us, after calls of two
-    others."""
-    problems = []  # all before the first call: the CPU draws small ones, and finds nothing of fp8attn in its caches then
-    for i in range(NEW_LENGTHS + 2):
-        shorter = [x - 16 * (i + 1) if x == kind.case.kv_length else x for x in (kind.case.q_length, kind.case.kv_length)]
-        case = dataclasses.replace(kind.case, q_length=shorter[0], kv_length=shorter[1])
-        one = dataclasses.replace(kind, case=case)
-        problems.append((Problem.of(case, "normal", device, rotate=False).sets[0], one.arguments(device)))
-    samples: tuple[list[float], list[float]] = [], []
-    for (q, k, v), arguments in problems:
-        for calls in samples:
-            wait()
-            start = time.perf_counter()
-            fp8attn.sdpa(q, k, v, **arguments)
-            calls.append((time.perf_counter() - start) * 1e6)
+@dataclass(frozen=True)
+class CpuSamples:
+    """CPU times of a kind of call, in us, one or more of each turn: repeated, `F.scaled_dot_product_attention`'s, the
+    first and the second calls of lengths."""
+
+    repeated: list[float] = dataclasses.field(default_factory=list)
+    sdpa: list[float] = dataclasses.field(default_factory=list)
+    first: list[float] = dataclasses.field(default_factory=list)
+    second: list[float] = dataclasses.field(default_factory=list)
+
+    def take(self, kind: Kind, turn: int, device: torch.device, wait: Callable[[], None]) -> None:
+        """Measure a turn. Turns have different lengths."""
+        if kind.prepare is not None:
+            call = kind.prepare(kind.case, device)
+            self.repeated.append(self._warm(call, wait))
+            return
+        arguments = kind.arguments(device)
+        tensors = Problem.of(kind.case, "normal", device, rotate=False).sets[0]
+        self.repeated.append(self._warm(functools.partial(fp8attn.sdpa, *tensors, **arguments), wait))
+        self.sdpa.append(self._warm(functools.partial(F.scaled_dot_product_attention, *tensors, **sdpa_arguments(arguments)), wait))
+        problems = []  # all before the first call: the CPU draws small ones, and finds nothing of fp8attn in its caches then
+        for i in range(turn * (1 + NEW_LENGTHS), (turn + 1) * (1 + NEW_LENGTHS)):
+            shorter = [x - STEP * (i + 1) if x == kind.case.kv_length else x for x in (kind.case.q_length, kind.case.kv_length)]
+            case = dataclasses.replace(kind.case, q_length=shorter[0], kv_length=shorter[1])
+            one = dataclasses.replace(kind, case=case)
+            problems.append((Problem.of(case, "normal", device, rotate=False).sets[0], one.arguments(device)))
+        for i, ((q, k, v), arguments) in enumerate(problems):
+            for samples in (self.first, self.second):
+                wait()
+                start = time.perf_counter()
+                fp8attn.sdpa(q, k, v, **arguments)
+                if i > 0:
+                    samples.append((time.perf_counter() - start) * 1e6)
         wait()
-    first, second = (statistics.median(calls[2:]) for calls in samples)
-    return first, second
+
+    @staticmethod
+    def _warm(call: Call, wait: Callable[[], None]) -> float:
+        for _ in range(3):
+            call()
+        return cpu_us(call, wait)
 
 
-def measure(kind: Kind, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> Overhead:
+def sdpa_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Those of fp8attn.sdpa's keyword arguments that F.scaled_dot_product_attention has."""
+    return {name: x for name, x in arguments.items() if name in ("attn_mask", "is_causal", "enable_gqa")}
+
+
+def measure_cpu(kinds: Sequence[Kind], turns: int, device: torch.device, tick: Tick = no_tick) -> list[CpuSamples]:
+    """CPU times of kinds of calls, which take turns: a machine's CPU may be slow for seconds.
+
+    Args:
+        tick: called for every turn of a kind, which counts as 1.
+    """
+    found = [CpuSamples() for _ in kinds]
+    for turn in range(turns):
+        for kind, samples in zip(kinds, found, strict=True):
+            samples.take(kind, turn, device, functools.partial(torch.cuda.synchronize, device))
+            tick(f"{kind.name}, round {turn + 1} of {turns}", 1)
+    return found
+
+
+def measure(kind: Kind, cpu: CpuSamples, protocol: Protocol, device: torch.device, tick: Tick = no_tick) -> Overhead:
     """All times of a kind of call.
 
     Args:
         tick: called for every turn, which counts as 1; there are three in a round.
     """
-
+    repeated = statistics.median(cpu.repeated)
     if kind.prepare is not None:
-        return measure_prepared(kind, kind.prepare(kind.case, device), protocol, device, tick)
-
-    def wait() -> None:
-        torch.cuda.synchronize(device)
+        call = kind.prepare(kind.case, device)
+        for _ in range(3):
+            call()
+        eager = time_all({"eager": lambda i: call()}, 1, dataclasses.replace(protocol, launch="eager"), device, tick)
+        graph = time_all({"graph": lambda i: call()}, 1, protocol, device, tick)
+        return Overhead(kind, repeated, None, None, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, None, None)
 
     problem = Problem.of(kind.case, "normal", device, rotate=True)
     arguments = kind.arguments(device)
-    for_sdpa = {name: x for name, x in arguments.items() if name in ("attn_mask", "is_causal", "enable_gqa")}
     sets = len(problem.sets)
 
     def ours(i: int) -> Any:
         return fp8attn.sdpa(*problem.sets[i % sets], **arguments)
 
     def theirs(i: int) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*problem.sets[i % sets], **for_sdpa)
+        return F.scaled_dot_product_attention(*problem.sets[i % sets], **sdpa_arguments(arguments))
 
     for run in (ours, theirs):
         for _ in range(3):
             run(0)
-    cpu, sdpa_cpu = (cpu_us(functools.partial(run, 0), protocol.rounds, wait) for run in (ours, theirs))
     eager = time_all({"eager": ours, "SDPA, eager": theirs}, sets, dataclasses.replace(protocol, launch="eager"), device, tick)
     graph = time_all({"graph": ours}, sets, protocol, device, tick)
+    first, second, sdpa = (statistics.median(samples) for samples in (cpu.first, cpu.second, cpu.sdpa))
     return Overhead(
-        kind, cpu, *new_length_us(kind, device, wait), eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, sdpa_cpu,
-        eager["SDPA, eager"].timing.p50_us,
-    )  # fmt: skip
-
-
-def measure_prepared(kind: Kind, call: Call, protocol: Protocol, device: torch.device, tick: Tick) -> Overhead:
-    """The times of a call that isn't one of `sdpa`."""
-    for _ in range(3):
-        call()
-    cpu = cpu_us(call, protocol.rounds, functools.partial(torch.cuda.synchronize, device))
-    eager = time_all({"eager": lambda i: call()}, 1, dataclasses.replace(protocol, launch="eager"), device, tick)
-    graph = time_all({"graph": lambda i: call()}, 1, protocol, device, tick)
-    return Overhead(kind, cpu, None, None, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, None, None)
+        kind, repeated, first, second, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, sdpa, eager["SDPA, eager"].timing.p50_us
+    )
 
 
 def table(results: Sequence[Overhead]) -> Sheet:
@@ -282,11 +313,13 @@ def main(arguments: argparse.Namespace, device: torch.device) -> int:
         raise UsageError(NO_GPU)
     protocol, about = Protocol(arguments.rounds, arguments.milliseconds, arguments.milliseconds), machine(device)
 
-    def measured(kind: Kind, tick: Tick) -> list[Overhead]:
-        return [measure(kind, protocol, device, tick)]
+    def measured(kind: Kind, cpu: CpuSamples, tick: Tick) -> list[Overhead]:
+        return [measure(kind, cpu, protocol, device, tick)]
 
-    works = [(kind.name, functools.partial(measured, kind)) for kind in kinds]
     with report.progress("overhead") as bar:
+        task = bar.add_task("the CPU's time", total=arguments.rounds * len(kinds))
+        cpu = measure_cpu(kinds, arguments.rounds, device, bar.ticks(task, "the CPU's time, "))
+        works = [(kind.name, functools.partial(measured, kind, its)) for kind, its in zip(kinds, cpu, strict=True)]
         results = report.measure_each(bar, f"calls: {len(kinds)}", works, 3 * protocol.rounds, arguments.json, about)
     report.console().print(table(results))
     return 0

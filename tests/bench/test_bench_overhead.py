@@ -69,18 +69,30 @@ def test_cpu_time_is_of_calls_and_not_of_waits(monkeypatch: pytest.MonkeyPatch) 
     def wait() -> None:
         now[0] += 1.0
 
-    assert overhead.cpu_us(call, 3, wait) == pytest.approx(3.0)
+    assert overhead.cpu_us(call, wait) == pytest.approx(3.0)
 
 
 def test_inputs_of_new_lengths_come_before_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    lengths: list[int] = []
-    drawn: list[int] = []
+    """Of each turn, whose lengths no other turn has. The first length's calls aren't counted."""
+    events: list[str] = []
     of = overhead.Problem.of
-    monkeypatch.setattr(overhead.Problem, "of", lambda case, *x, **options: drawn.append(case.kv_length) or of(case, *x, **options))
-    monkeypatch.setattr(overhead.fp8attn, "sdpa", lambda q, k, v, **options: lengths.append(k.shape[2]) or drawn.append(0))
-    overhead.new_length_us(SMALL, CPU, lambda: None)
-    expected = [200 - 16 * (i + 1) for i in range(overhead.NEW_LENGTHS + 2)]
-    assert drawn == expected + [0, 0] * len(expected) and lengths == [length for length in expected for _ in range(2)]
+    monkeypatch.setattr(overhead.Problem, "of", lambda case, *x, **options: events.append(f"draw {case.kv_length}") or of(case, *x, **options))
+    monkeypatch.setattr(overhead.fp8attn, "sdpa", lambda q, k, v, **options: events.append(f"call {k.shape[2]}"))
+    samples = overhead.CpuSamples()
+    for turn, expected in enumerate(([198, 196, 194, 192], [190, 188, 186, 184])):
+        events.clear()
+        samples.take(SMALL, turn, CPU, lambda: None)
+        repeated = ["draw 200"] + ["call 200"] * (3 + overhead.CALLS)
+        assert events == repeated + [f"draw {n}" for n in expected] + [f"call {n}" for n in expected for _ in range(2)]
+    assert len(samples.first) == len(samples.second) == 2 * overhead.NEW_LENGTHS and len(samples.repeated) == len(samples.sdpa) == 2
+
+
+def test_kinds_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns: list[tuple[str, int]] = []
+    monkeypatch.setattr(overhead.CpuSamples, "take", lambda self, kind, turn, *rest: turns.append((kind.name, turn)))
+    two = [SMALL, dataclasses.replace(SMALL, name="other")]
+    assert len(overhead.measure_cpu(two, 2, CPU)) == 2
+    assert turns == [("small", 0), ("other", 0), ("small", 1), ("other", 1)]
 
 
 def test_table_and_record() -> None:
@@ -92,16 +104,21 @@ def test_table_and_record() -> None:
     assert json.loads(json.dumps(one.record()))["kind"] == "small" and one.record()["sdpa_eager_us"] == 90.0
 
 
+def measured(kind: Kind, device: torch.device) -> Overhead:
+    (cpu,) = overhead.measure_cpu([kind], 2, device)
+    return overhead.measure(kind, cpu, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", PREPARED, ids=lambda kind: kind.name)
 def test_measures_prepared_calls(kind: Kind, device: torch.device) -> None:
-    found = overhead.measure(kind, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
+    found = measured(kind, device)
     assert found.cpu_us > 0 and found.eager_us > 0 and found.graph_us > 0 and found.new_length_us is found.sdpa_cpu_us is None
 
 
 @pytest.mark.gpu
 def test_measures(device: torch.device) -> None:
-    found = overhead.measure(SMALL, Protocol(rounds=2, milliseconds=1.0, lead_in=1.0), device)
+    found = measured(SMALL, device)
     assert all(
         x > 0 for x in (found.cpu_us, found.new_length_us, found.second_us, found.eager_us, found.graph_us, found.sdpa_cpu_us, found.sdpa_eager_us)
     )
