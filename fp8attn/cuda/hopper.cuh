@@ -33,6 +33,10 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
       ptx::mbarrier_init(&shared.q_empty[c], 4);
     }
     shared.added.init();
+    if constexpr (Shape<C>::mean_by_products) {
+      for (uint64_t& barrier : shared.mean.full) ptx::mbarrier_init(&barrier, 1);
+      for (uint64_t& barrier : shared.mean.next_tile) ptx::mbarrier_init(&barrier, 1);
+    }
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], Shape<C>::skips_blocks ? 1 + C.consumers + (p.k_group == 1 ? 32 : 0) : 1);
       ptx::mbarrier_init(&shared.v_full[stage], 1);
@@ -50,9 +54,12 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 
   if (warpgroup == 0) {
     ptx::registers_decrease<Shape<C>::producer_registers>();
-    if (threadIdx.x < (Shape<C>::skips_blocks ? 32 : 1)) produce<C>(p, shared, schedule);
-    if constexpr (Shape<C>::skips_blocks) {
-      if (threadIdx.x / 32 == 1) load_key_metadata<C>(p, shared);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 1) {
+      if constexpr (Shape<C>::skips_blocks) load_key_metadata<C>(p, shared);
+      if constexpr (Shape<C>::mean_by_products) turn_means_back<C, T>(p, shared);
+    } else if (threadIdx.x < (Shape<C>::skips_blocks ? 32 : 1)) {
+      produce<C>(p, shared, schedule);
     }
   } else {
     ptx::registers_increase<C.registers>();

@@ -67,23 +67,28 @@ __device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared
   }
 }
 
+// What is beside a row's scores: what K's mean adds to those of a thread's two rows, and the rows' sink.
+struct RowTerms {
+  float2 mean_scores;
+  const float& sink;
+};
+
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
 template <bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                           float2 mean_scores, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
+                           RowTerms terms, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
   const Tile& tile = wg_tile.tile;
   float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
   StagedOutput<Scales, BOXES, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
   if (p.sinks != nullptr) {
-    const float sink = p.sinks[tile.head];
-    output.set_weight(0, SinkRow::add<>(largest[0], l[0], sink - mean_scores.x).weight);
-    output.set_weight(1, SinkRow::add<>(largest[1], l[1], sink - mean_scores.y).weight);
+    output.set_weight(0, SinkRow::add<>(largest[0], l[0], terms.sink - terms.mean_scores.x).weight);
+    output.set_weight(1, SinkRow::add<>(largest[1], l[1], terms.sink - terms.mean_scores.y).weight);
   }
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, row_end, largest, l, f, mean_scores);
+  store_lse(p, wg_tile, row_end, largest, l, f, terms.mean_scores);
 }
 
 // One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.
@@ -120,6 +125,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   };
   const auto load_channels = [&](const TileOf<C>& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
+    if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.sink[consumer], p.sinks + tile.head, true);
     ptx::cp_async_commit();
   };
   using HalfQueries = std::conditional_t<C.fuse_q_quant, Queries<C.head_dim, C.int8>, NoQueries>;
@@ -131,25 +137,34 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   };
   const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
   // Also finds what K's mean adds to the scores of the tile's rows.
-  const auto quantize_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
+  const auto quantize_queries = [&](HalfQueries& queries, const TileOf<C>& tile, int round) {
     if constexpr (C.fuse_q_quant) {
       if (!tile.exists()) return;
       const auto store = [&](int row, int column, uint4 codes) {
         *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
       queries.template rotate<T>();
-      const int64_t keys = int64_t(sequence_of(tile)) * p.kv_heads + tile.kv_head;
-      const float* of_keys = p.lse_mean + keys * C.head_dim + QUARTER * queries.member();
-      const bool wanted = p.lse_mean != nullptr && has_keys(tile);
-      // Q doesn't wait for a quantizer that still has the tile's keys.
-      const bool late = wanted && p.ready != nullptr && !__all_sync(~0u, ptx::mbarrier_test(&shared.k_full[ring.stage], ring.phase));
-      auto mean = KeyMeanQuarter::load(of_keys, wanted && !late);
-      queries.quantize(scales.row_scale, store);
-      if (late) {
-        wait_for_keys(ring);
-        mean = KeyMeanQuarter::load(of_keys, true);
+      const float unit = p.score_scale * (1 / LOG2E);
+      auto& products = shared.mean_scores.of_row[consumer];
+      if constexpr (S::mean_by_products) {
+        if (p.lse_mean != nullptr) {
+          ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
+          if (has_keys(tile)) queries.template multiply<T>(shared.mean.pieces[round % 2], unit, products);
+        }
+        queries.quantize(scales.row_scale, store);
+      } else {
+        const float* of_quarter = mean_of<C.head_dim>(p, tile) + QUARTER * queries.member();
+        const bool wanted = p.lse_mean != nullptr && has_keys(tile);
+        // Q doesn't wait for a quantizer that still has the tile's keys.
+        const bool late = wanted && p.ready != nullptr && !__all_sync(~0u, ptx::mbarrier_test(&shared.k_full[ring.stage], ring.phase));
+        auto mean = KeyMeanQuarter::load(of_quarter, wanted && !late);
+        queries.quantize(scales.row_scale, store);
+        if (late) {
+          wait_for_keys(ring);
+          mean = KeyMeanQuarter::load(of_quarter, true);
+        }
+        queries.multiply(mean, unit, products);
       }
-      queries.multiply(mean, p.score_scale * (1 / LOG2E), shared.mean_scores.of_row[consumer]);
       ptx::fence_proxy_async();
     }
   };
@@ -157,7 +172,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   load_queries(first_queries, shared.tiles[0]);
   load_rows(shared.tiles[0]);
   if constexpr (!C.fuse_q_quant) load_channels(shared.tiles[0]);
-  quantize_queries(first_queries, shared.tiles[0]);
+  quantize_queries(first_queries, shared.tiles[0], 0);
   if constexpr (C.fuse_q_quant) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
@@ -387,9 +402,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     load_rows(next_tile);
     if (is_complete<C>(work_tile)) {
       const auto row_end = [&] { return lengths.row_end(p, work_tile); };
-      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, mean_scores, scales, shared.output[consumer], f);
+      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, shared.sink[consumer]}, scales, shared.output[consumer], f);
     }
-    quantize_queries(queries, next_tile);
+    quantize_queries(queries, next_tile, round + 1);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);
   }

@@ -106,7 +106,10 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       ptx::mbarrier_wait(&shared.v_empty[stage], ring.phase ^ 1);
       ptx::tma_load(shared.v[stage], p.v_map, &shared.v_full[stage], first_value(tile) + (n - shard.first()) * KEYS,
                     (tile.batch * p.kv_heads + tile.kv_head) * p.value_dim + shard.index * p.shard_rows);
-      if (!S::skips_blocks && after == blocks) write_next_work_tile<C>(shared, schedule, round);
+      if (!S::skips_blocks && after == blocks) {
+        write_next_work_tile<C>(shared, schedule, round);
+        if constexpr (S::mean_by_products) ptx::mbarrier_arrive(&shared.mean.next_tile[(round + 1) % 2]);
+      }
       if constexpr (!S::prepares_late) shared.k_scale[stage].next = unit * next_scale;
       ptx::mbarrier_expect(&shared.v_full[stage], KEYS * C.value_dim);
     }
@@ -117,6 +120,21 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   }
   // The next grid waits for this grid only, and relies on the earlier grids having ended.
   if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();
+}
+
+// Another warp of the producer warpgroup, where tensor cores multiply Q by K's mean: turns the mean of every tile back. When
+// the producer knows the next tile, the consumers have quantized Q of this one, so the mean before it is not needed.
+template <HopperConfig C, typename T>
+__device__ void turn_means_back(const Params& p, SharedStorage<C>& shared) {
+  if (p.lse_mean == nullptr) return;
+  for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
+    const TileOf<C>& tile = shared.tiles[round % TILES];
+    if (p.ready != nullptr) wait_until_ready(p, tile);
+    if (has_keys(tile)) shared.mean.pieces[round % 2].template turn_back<T>(mean_of<C.head_dim>(p, tile));
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.mean.full[round % 2]);
+    ptx::mbarrier_wait(&shared.mean.next_tile[(round + 1) % 2], round / 2 % 2);
+  }
 }
 
 // Another warp of the producer warpgroup, in instances that have metadata of single keys: one thread for each consumer

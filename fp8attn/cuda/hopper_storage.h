@@ -11,6 +11,7 @@
 #include "tile/capped_softmax.h"
 #include "tile/key_metadata.h"
 #include "tile/mask.h"
+#include "tile/quantize.h"
 #include "tile/schedule.h"
 #include "tile/seq_len.h"
 #include "tile/staged_output.h"
@@ -73,6 +74,9 @@ struct Shape {
   // int8 spills too, and gains too little to pay for that.
   static constexpr bool stream_k = !skips_blocks && !C.window && !C.varlen && C.consumers < 4 && !(C.int8 && second > 0);
   static_assert(!C.varlen || (!skips_blocks && !C.int8));
+  // Whether tensor cores multiply Q by K's mean. In other instances that quantize Q, threads do: where blocks are
+  // skipped, no warp is idle that could turn the mean back, and two parts of channels are what a product takes.
+  static constexpr bool mean_by_products = C.fuse_q_quant && !skips_blocks && C.head_dim <= 128;
   // bytes of each CTA's partial results
   static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;
 };
@@ -94,6 +98,13 @@ struct OnesAndKeys : Ones {
 template <int CONSUMERS>
 struct RowMeanScores {
   float of_row[CONSUMERS][ROWS];
+};
+
+// K's mean of this round's tile and of the next one's, and what says which tile is next.
+template <int PARTS>
+struct MeanStorage {
+  KeyMeanPieces<PARTS> pieces[2];
+  uint64_t full[2], next_tile[2];
 };
 
 // K's scales: of a stage's block, which arrives with the block's K, and of the next block, which arrives with this
@@ -122,7 +133,9 @@ struct alignas(1024) SharedStorage {
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileScales<C.value_dim> scales[C.consumers];
+  float sink[C.consumers];  // of the tile's head, if there are sinks
   [[no_unique_address]] std::conditional_t<C.fuse_q_quant, RowMeanScores<C.consumers>, Nothing> mean_scores;
+  [[no_unique_address]] std::conditional_t<Shape<C>::mean_by_products, MeanStorage<C.head_dim / PART>, Nothing> mean;
   TileOf<C> tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   BlockScales k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];

@@ -255,7 +255,8 @@ def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtyp
     key, value = quantize_kv(k + 5, v, FUSED_RECIPES[qk])
     call = Problem(q, k, v, 0.1, qk, causal, dtype, True).call_of(key, value)
     config = configs.choose(call, H100)
-    (out, lse), (same, without) = emulated(call, config), emulated(dataclasses.replace(call, lse_mean=None), config)
+    two_sms = dataclasses.replace(H100, sm_count=2)  # so that a CTA has several tiles
+    (out, lse), (same, without) = (emulated(x, config, 1, two_sms) for x in (call, dataclasses.replace(call, lse_mean=None)))
     assert torch.equal(out, same) and torch.equal(lse.isinf(), without.isinf()) and lse.isinf().any() == (causal != "none")
     expected = reference.unsmoothed_lse(without, q, key.mean, 0.1, key.rotated)
     torch.testing.assert_close(lse, expected, rtol=1e-5, atol=1e-4)
@@ -274,7 +275,7 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 
 
 MEAN_MUTANTS = {
-    "of the first head": ("hopper_mainloop.h", "p.kv_heads + tile.kv_head;", "p.kv_heads;"),
+    "of the first head": ("tile/seq_len.h", "p.kv_heads + tile.kv_head) * DIM", "p.kv_heads) * DIM"),
     "of other rows": ("tile/quantize.h", "row(i + member() / (team / 2))", "row(i)"),
     "of the first quarter": ("hopper_mainloop.h", " + QUARTER * queries.member();", ";"),
     "of a lane": ("tile/quantize.h", "reduce_over_team<team>(of_quarter, member(), sum)", "of_quarter[0]"),
@@ -283,15 +284,27 @@ MEAN_MUTANTS = {
 }
 """Of what K's mean adds to the LSE."""
 
+MEAN_BY_PRODUCTS_MUTANTS = {
+    "of the first head": MEAN_MUTANTS["of the first head"],
+    "one piece": ("tile/quantize.h", "piece < PIECES && column / 4 < PARTS", "piece < 1 && column / 4 < PARTS"),
+    "of the first part": ("tile/quantize.h", "&mean.channels[column / 4][piece]", "&mean.channels[0][piece]"),
+    "of one part": ("tile/quantize.h", "if (PARTS == 2) product +=", "if (PARTS == 3) product +="),
+    "of other rows": ("tile/quantize.h", "products[row(i + member())]", "products[row(i)]"),
+    "of the tile before": ("hopper_mainloop.h", "(shared.mean.pieces[round % 2], unit", "(shared.mean.pieces[0], unit"),
+    "without signs": ("tile/rotate.h", "SIGNS >> (4 * lane + i) & 1 ? -x[i] : x[i]", "x[i]"),
+}
+"""The same where tensor cores multiply by it."""
+
 
 def test_mutants_of_the_mean_change_what_is_there() -> None:
-    emulation.assert_anchored(MEAN_MUTANTS.values())
+    emulation.assert_anchored((*MEAN_MUTANTS.values(), *MEAN_BY_PRODUCTS_MUTANTS.values()))
 
 
 @pytest.mark.anywhere
 @pytest.mark.thorough
 @emulation.emulates
-@pytest.mark.parametrize("name", MEAN_MUTANTS)
-def test_the_emulation_sees_a_wrong_mean(name: str) -> None:
+@pytest.mark.parametrize("dim, name", [*((256, name) for name in MEAN_MUTANTS), *((128, name) for name in MEAN_BY_PRODUCTS_MUTANTS)])
+def test_the_emulation_sees_a_wrong_mean(dim: int, name: str) -> None:
+    mutants = MEAN_MUTANTS if dim == 256 else MEAN_BY_PRODUCTS_MUTANTS
     with pytest.raises(AssertionError, match="close"):
-        assert_lse_includes_mean(Emulated(MEAN_MUTANTS[name]), 256, "e4m3", torch.bfloat16, "none")
+        assert_lse_includes_mean(Emulated(mutants[name]), dim, "e4m3", torch.bfloat16, "none")

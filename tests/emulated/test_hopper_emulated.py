@@ -20,7 +20,7 @@ from fp8attn.cuda.configs import GROUPS, KEYS, ROWS, HopperConfig, Scores, insta
 from fp8attn.device import Device
 from fp8attn.prepare import call_of
 from fp8attn.recipe import FUSED_RECIPES
-from mutants import ADDED, EVERY, FINE_SOFTCAP_MUTANTS, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WINDOW
+from mutants import ADDED, EVERY, FINE_SOFTCAP_MUTANTS, GENERAL, INT8, MASKED, READY_MUTANTS, SOFTCAP, WIDE_READY_MUTANTS, WINDOW
 
 pytestmark = pytest.mark.anywhere
 
@@ -331,11 +331,11 @@ def test_scores_of_heads_that_are_ready(emulated: Emulated, name: str) -> None:
 
 @pytest.mark.thorough
 @emulation.emulates
-@pytest.mark.parametrize("name", READY_MUTANTS)
-def test_the_emulation_sees_who_does_not_wait(name: str) -> None:
-    mutant = broken(FUSED_Q["plain queries 64"], *READY_MUTANTS[name])
+@pytest.mark.parametrize("dim, name", [*((64, name) for name in READY_MUTANTS), *((256, name) for name in WIDE_READY_MUTANTS)])
+def test_the_emulation_sees_who_does_not_wait(dim: int, name: str) -> None:
+    config, mutants = FUSED_Q[f"plain queries {dim}"], READY_MUTANTS if dim == 64 else WIDE_READY_MUTANTS
     with pytest.raises(AssertionError):
-        assert_waits(mutant)
+        assert_waits(broken(config, *mutants[name]), config)
 
 
 def read_guarded() -> None:
@@ -438,8 +438,8 @@ TIMING_MUTANTS = {
     "queries that engines don't see": (
         "plain queries 64",
         "hopper_mainloop.h",
-        "shared.mean_scores.of_row[consumer]);\n      ptx::fence_proxy_async();",
-        "shared.mean_scores.of_row[consumer]);",
+        "      ptx::fence_proxy_async();\n    }\n  };",
+        "    }\n  };",
     ),
     "an output written over while it is stored": ("192", "tile/staged_output.h", "first == 0 && !evenly", "false"),
     "bits freed before they are read": (

@@ -157,10 +157,20 @@ READY_MUTANTS = {
     "keys that aren't there yet": ("hopper_producer.h", "if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);", ""),
     "keys of another head": ("hopper_producer.h", "tile.batch * p.kv_heads + tile.kv_head) < p.ready_ctas", "0 * tile.batch) < p.ready_ctas"),
     "a part of the keys": ("hopper_producer.h", "< p.ready_ctas", "< p.ready_ctas - 1"),
-    "a mean that isn't there yet": ("hopper_mainloop.h", "const bool late = wanted &&", "const bool late = false &&"),
-    "a mean that isn't waited for": ("hopper_mainloop.h", "        wait_for_keys(ring);\n        mean", "        mean"),
+    "a mean that isn't there yet": (
+        "hopper_producer.h",
+        "    if (p.ready != nullptr) wait_until_ready(p, tile);\n    if (has_keys",
+        "    if (has_keys",
+    ),
+    "a mean that isn't waited for": ("hopper_mainloop.h", "ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);", ""),
 }
 """Mutants of attention that starts while keys and values are still being quantized."""
+
+WIDE_READY_MUTANTS = {
+    "a mean that isn't there yet": ("hopper_mainloop.h", "const bool late = wanted &&", "const bool late = false &&"),
+    "a mean that isn't waited for": ("hopper_mainloop.h", "          wait_for_keys(ring);\n          mean", "          mean"),
+}
+"""The same of 256 channels."""
 
 
 GENERAL = "general"
@@ -292,7 +302,7 @@ VARLEN_MUTANTS = {
 """Mutants of the Hopper kernel's instances for packed sequences. tests/emulated/test_varlen_emulated.py sees them."""
 
 VARLEN_FUSED_Q_MUTANTS = {
-    "keys' mean of the first sequence": ("hopper_mainloop.h", "int64_t(sequence_of(tile)) * p.kv_heads", "int64_t(tile.batch) * p.kv_heads"),
+    "keys' mean of the first sequence": ("tile/seq_len.h", "int64_t(sequence_of(tile)) * p.kv_heads", "int64_t(tile.batch) * p.kv_heads"),
     "a mean that nobody has written": (
         "tile/seq_len.h",
         "has_keys(const PackedTile& tile) { return tile.kv_length > 0; }",

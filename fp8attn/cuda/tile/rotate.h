@@ -133,4 +133,20 @@ __device__ inline float4 rotated(float4 x) {
   return {y[0] + 0.0f, y[1] + 0.0f, y[2] + 0.0f, y[3] + 0.0f};
 }
 
+// The inverse of `rotated`, but for rounding.
+__device__ inline float4 turned_back(float4 y) {
+  const uint32_t lane = threadIdx.x % (PART / 4);
+  float x[] = {y.x + y.y + y.z + y.w, y.x - y.y + y.z - y.w, y.x + y.y - y.z - y.w, y.x - y.y - y.z + y.w};
+#pragma unroll
+  for (int distance = 1; distance < PART / 4; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float other = __shfl_xor_sync(~0u, x[i], distance);
+      x[i] = lane & distance ? other - x[i] : x[i] + other;
+    }
+  }
+  const auto restored = [&](int i) { return SIGNS >> (4 * lane + i) & 1 ? -x[i] : x[i]; };
+  return {restored(0), restored(1), restored(2), restored(3)};
+}
+
 }  // namespace fp8attn

@@ -53,6 +53,12 @@ __device__ inline bool has_keys(const PackedTile& tile) { return tile.kv_length 
 __device__ inline int sequence_of(const Tile& tile) { return tile.batch; }
 __device__ inline int sequence_of(const PackedTile& tile) { return tile.sequence; }
 
+// K's mean of a tile, of DIM channels.
+template <int DIM, class T>
+__device__ const float* mean_of(const Params& p, const T& tile) {
+  return p.lse_mean + (int64_t(sequence_of(tile)) * p.kv_heads + tile.kv_head) * DIM;
+}
+
 // The lengths of a tile's sequence: the same for all tiles, or of packed sequences the tile's own.
 template <bool PACKED>
 class SeqLen {
