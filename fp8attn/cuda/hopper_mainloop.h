@@ -70,7 +70,7 @@ __device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared
 // What is beside a row's scores: what K's mean adds to those of a thread's two rows, and the rows' sink.
 struct RowTerms {
   float2 mean_scores;
-  const float& sink;
+  const float* sink;  // if there are sinks
 };
 
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
@@ -83,8 +83,9 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd
   float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
   StagedOutput<Scales, BOXES, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
   if (p.sinks != nullptr) {
-    output.set_weight(0, SinkRow::add<>(largest[0], l[0], terms.sink - terms.mean_scores.x).weight);
-    output.set_weight(1, SinkRow::add<>(largest[1], l[1], terms.sink - terms.mean_scores.y).weight);
+    const float sink = *terms.sink;
+    output.set_weight(0, SinkRow::add<>(largest[0], l[0], sink - terms.mean_scores.x).weight);
+    output.set_weight(1, SinkRow::add<>(largest[1], l[1], sink - terms.mean_scores.y).weight);
   }
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
@@ -125,8 +126,16 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   };
   const auto load_channels = [&](const TileOf<C>& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
-    if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.sink[consumer], p.sinks + tile.head, true);
+    if constexpr (S::mean_by_products) {
+      if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.mean.sink[consumer], p.sinks + tile.head, true);
+    }
     ptx::cp_async_commit();
+  };
+  const auto sink_of = [&](const TileOf<C>& tile) -> const float* {
+    if constexpr (S::mean_by_products)
+      return &shared.mean.sink[consumer];
+    else
+      return p.sinks + tile.head;
   };
   using HalfQueries = std::conditional_t<C.fuse_q_quant, Queries<C.head_dim, C.int8>, NoQueries>;
   const auto load_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
@@ -147,11 +156,11 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       const float unit = p.score_scale * (1 / LOG2E);
       auto& products = shared.mean_scores.of_row[consumer];
       if constexpr (S::mean_by_products) {
+        queries.quantize(scales.row_scale, store);
         if (p.lse_mean != nullptr) {
           ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
           if (has_keys(tile)) queries.template multiply<T>(shared.mean.pieces[round % 2], unit, products);
         }
-        queries.quantize(scales.row_scale, store);
       } else {
         const float* of_quarter = mean_of<C.head_dim>(p, tile) + QUARTER * queries.member();
         const bool wanted = p.lse_mean != nullptr && has_keys(tile);
@@ -402,7 +411,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     load_rows(next_tile);
     if (is_complete<C>(work_tile)) {
       const auto row_end = [&] { return lengths.row_end(p, work_tile); };
-      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, shared.sink[consumer]}, scales, shared.output[consumer], f);
+      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, sink_of(work_tile)}, scales, shared.output[consumer], f);
     }
     quantize_queries(queries, next_tile, round + 1);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more

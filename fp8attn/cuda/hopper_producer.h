@@ -122,8 +122,9 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();
 }
 
-// Another warp of the producer warpgroup, where tensor cores multiply Q by K's mean: turns the mean of every tile back. When
-// the producer knows the next tile, the consumers have quantized Q of this one, so the mean before it is not needed.
+// Another warp of the producer warpgroup, where tensor cores multiply Q by K's mean: turns the mean of every tile back.
+// When the producer knows the next tile, the consumers have quantized Q of this one, so the mean before it is not
+// needed.
 template <HopperConfig C, typename T>
 __device__ void turn_means_back(const Params& p, SharedStorage<C>& shared) {
   if (p.lse_mean == nullptr) return;

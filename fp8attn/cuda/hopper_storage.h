@@ -100,11 +100,12 @@ struct RowMeanScores {
   float of_row[CONSUMERS][ROWS];
 };
 
-// K's mean of this round's tile and of the next one's, and what says which tile is next.
-template <int PARTS>
+// K's mean of this round's tile and of the next one's, what says which tile is next, and sinks of the consumers' tiles.
+template <int PARTS, int CONSUMERS>
 struct MeanStorage {
   KeyMeanPieces<PARTS> pieces[2];
   uint64_t full[2], next_tile[2];
+  float sink[CONSUMERS];
 };
 
 // K's scales: of a stage's block, which arrives with the block's K, and of the next block, which arrives with this
@@ -133,9 +134,8 @@ struct alignas(1024) SharedStorage {
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileScales<C.value_dim> scales[C.consumers];
-  float sink[C.consumers];  // of the tile's head, if there are sinks
   [[no_unique_address]] std::conditional_t<C.fuse_q_quant, RowMeanScores<C.consumers>, Nothing> mean_scores;
-  [[no_unique_address]] std::conditional_t<Shape<C>::mean_by_products, MeanStorage<C.head_dim / PART>, Nothing> mean;
+  [[no_unique_address]] std::conditional_t<Shape<C>::mean_by_products, MeanStorage<C.head_dim / PART, C.consumers>, Nothing> mean;
   TileOf<C> tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   BlockScales k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];

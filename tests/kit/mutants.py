@@ -248,10 +248,10 @@ WINDOW_MUTANTS = {
     "scale of the first block": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "first_page(tile) * scale_step"),
     "first keys hidden in every row": ("tile/mask.h", "begin(f.row + 8 * r) - start", "begin(f.row + 8) - start"),
     "sink in base 2": ("tile/score_mod.h", "merge_rows(m, l, sink * LOG2E,", "merge_rows(m, l, sink,"),
-    "sink of another head": ("hopper_mainloop.h", "sink = p.sinks[tile.head];", "sink = p.sinks[0];"),
+    "sink of another head": ("hopper_mainloop.h", "return p.sinks + tile.head;", "return p.sinks;"),
     "sink beside scores without the mean": (
         "hopper_mainloop.h",
-        "SinkRow::add<>(largest[0], l[0], sink - mean_scores.x)",
+        "SinkRow::add<>(largest[0], l[0], sink - terms.mean_scores.x)",
         "SinkRow::add<>(largest[0], l[0], sink)",
     ),
     "values' mean with all weight": ("tile/score_mod.h", "return {mine * inverse, mine * keys * inverse};", "return {mine * inverse, 1.0f};"),
@@ -308,6 +308,7 @@ VARLEN_FUSED_Q_MUTANTS = {
         "has_keys(const PackedTile& tile) { return tile.kv_length > 0; }",
         "has_keys(const PackedTile&) { return true; }",
     ),
+    "sink of another head": ("hopper_mainloop.h", "p.sinks + tile.head, true", "p.sinks, true"),
     "no rows behind the first sequence": ("hopper_mainloop.h", "tile.exists() ? lengths.row_end(p, tile) : 0", "tile.exists() ? 70 : 0"),
 }
 """The same where the kernel quantizes queries, which start at those of 70 tokens."""

@@ -274,8 +274,8 @@ struct KeyMeanQuarter {
   }
 };
 
-// K's mean as it was before its parts were rotated: sums of three numbers in Q's dtype. Products with these are exact, so
-// that together they are those with a number of 24 bits.
+// K's mean as it was before its parts were rotated: sums of three numbers in Q's dtype. Products with these are exact,
+// so that together they are those with a number of 24 bits.
 constexpr int PIECES = 3;
 
 template <int PARTS>
@@ -388,8 +388,8 @@ struct Queries {
     if (member() % 2 == 0) scale[row(known())] = largest > 0.0f ? restores * PART : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Part p of the mean has the columns
-  // 4p to 4p + 2 of the second operand, so that lanes 2p and 2p + 1 of a quad with that part have its sums.
+  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Part p of the mean has the
+  // columns 4p to 4p + 2 of the second operand, so that lanes 2p and 2p + 1 of a quad with that part have its sums.
   template <typename T, int PARTS>
   __device__ void multiply(const KeyMeanPieces<PARTS>& mean, float unit, float (&products)[ROWS]) const {
     static_assert(team == QUARTERS * PARTS && PARTS <= 2);
