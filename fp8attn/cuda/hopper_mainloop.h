@@ -55,12 +55,12 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
   }
 }
 
-// What K's mean adds to the scores of a thread's two rows.
+// What K's mean adds to the scores of a thread's two rows. Without keys, those of the CTA's tile before are there still.
 template <HopperConfig C>
-__device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const WarpgroupTile& wg_tile, Fragment f) {
+__device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const TileOf<C>& tile, const WarpgroupTile& wg_tile, Fragment f) {
   if constexpr (C.fuse_q_quant) {
     const auto& of_row = shared.mean_scores.of_row[wg_tile.consumer];
-    return p.lse_mean != nullptr ? float2{of_row[f.row], of_row[f.row + 8]} : float2{};
+    return p.lse_mean != nullptr && has_keys(tile) ? float2{of_row[f.row], of_row[f.row + 8]} : float2{};
   } else {
     const int row = wg_tile.first_row() + f.row;
     return {mean_score(p, wg_tile.tile, row), mean_score(p, wg_tile.tile, row + 8)};
@@ -191,7 +191,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     typename S::RowSoftmax softmax;
     float2 capped_mean = {};  // what K's mean adds to the scores of the thread's rows, over the cap
     if constexpr (C.softcap) {
-      const float2 mean = mean_scores_of<C>(p, shared, wg_tile, f);
+      const float2 mean = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
       capped_mean = {mean.x * p.inverse_softcap, mean.y * p.inverse_softcap};
     }
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
@@ -402,7 +402,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     }
     // Read before those of the next tile replace them. Under a soft cap, the scores include them.
     float2 mean_scores = {};
-    if constexpr (!C.softcap) mean_scores = mean_scores_of<C>(p, shared, wg_tile, f);
+    if constexpr (!C.softcap) mean_scores = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
     const TileOf<C>& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
     load_queries(queries, next_tile);

@@ -126,6 +126,29 @@ def test_queries_that_the_kernel_quantizes(emulated: Emulated, name: str, dim: i
         torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=1e-3)
 
 
+def assert_no_mean_without_keys(emulated: Emulated, dim: int) -> None:
+    """Rows of a sequence without keys, behind tiles of queries that aren't finite."""
+    config = next(c for c in instances_for("plain", True) if c.head_dim == dim)
+    call = call_of_case(case_of(config, is_causal=False, dtype=torch.bfloat16), fuse_q_quant=True)
+    q, rows = torch.full_like(call.q, torch.nan), slice(70, 73)
+    q[:, :, rows.start + 1 : rows.stop] = 1.0
+    out, lse = forward(emulated, dataclasses.replace(call, q=q), config)
+    assert not out[:, :, rows].any() and (lse[:, :, rows] == -torch.inf).all()
+    assert lse[:, :, : rows.start].isnan().all()
+
+
+@pytest.mark.parametrize("dim", (64, 256))
+def test_no_mean_without_keys(emulated: Emulated, dim: int) -> None:
+    assert_no_mean_without_keys(emulated, dim)
+
+
+@pytest.mark.thorough
+def test_a_mean_of_the_tile_before_is_seen() -> None:
+    mutant = Emulated(("hopper_mainloop.h", "p.lse_mean != nullptr && has_keys(tile) ? float2", "p.lse_mean != nullptr ? float2"))
+    with pytest.raises(AssertionError, match="lse"):
+        assert_no_mean_without_keys(mutant, 256)
+
+
 def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
     """Of 128 channels, whose output takes several boxes: causal and not, and groups of heads that come one after the other."""
     config = next(c for c in VARLEN_GROUPS["plain", False] if c.head_dim == 128)
