@@ -55,7 +55,7 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
   }
 }
 
-// What K's mean adds to the scores of a thread's two rows. Without keys, those of the CTA's tile before are there still.
+// What K's mean adds to the scores of a thread's two rows. Without keys, what it added to the CTA's last tile is there.
 template <HopperConfig C>
 __device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const TileOf<C>& tile, const WarpgroupTile& wg_tile, Fragment f) {
   if constexpr (C.fuse_q_quant) {

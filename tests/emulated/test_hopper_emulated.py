@@ -478,6 +478,7 @@ WIDE_MUTANTS = {
 
 def test_mutants_change_what_is_there() -> None:
     emulation.assert_anchored((file, right, wrong) for _, file, right, wrong in (TIMING_MUTANTS | WIDE_MUTANTS).values())
+    emulation.assert_anchored(WIDE_READY_MUTANTS.values())
 
 
 @pytest.mark.thorough

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 
+import emulation
 import fp8attn
 from emulated import H100, Emulated
 from fp8attn import Recipe, schedule
@@ -142,11 +143,14 @@ def test_no_mean_without_keys(emulated: Emulated, dim: int) -> None:
     assert_no_mean_without_keys(emulated, dim)
 
 
+BEFORE = ("hopper_mainloop.h", "p.lse_mean != nullptr && has_keys(tile) ? float2", "p.lse_mean != nullptr ? float2")
+"""A mutant that adds what K's mean adds in the tile before."""
+
+
 @pytest.mark.thorough
 def test_a_mean_of_the_tile_before_is_seen() -> None:
-    mutant = Emulated(("hopper_mainloop.h", "p.lse_mean != nullptr && has_keys(tile) ? float2", "p.lse_mean != nullptr ? float2"))
     with pytest.raises(AssertionError, match="lse"):
-        assert_no_mean_without_keys(mutant, 256)
+        assert_no_mean_without_keys(Emulated(BEFORE), 256)
 
 
 def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
@@ -161,6 +165,10 @@ def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
 
 def test_groups_of_heads(emulated: Emulated) -> None:
     assert_all_as_alone(emulated, emulated)
+
+
+def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored((*VARLEN_MUTANTS.values(), *VARLEN_FUSED_Q_MUTANTS.values(), WITHOUT_KEYS, BEFORE))
 
 
 @pytest.mark.parametrize("name", VARLEN_MUTANTS)

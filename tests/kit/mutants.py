@@ -286,14 +286,14 @@ FINE_SOFTCAP_MUTANTS = {
 
 
 VARLEN_MUTANTS = {
-    "keys of the first sequence": ("hopper_producer.h", "first_key(tile) + n * KEYS", "n * KEYS"),
-    "pages of the first sequence": ("hopper_producer.h", "first_value(tile) + n * KEYS", "n * KEYS"),
+    "keys of the first sequence": ("hopper_producer.h", "first_key(tile) + (n - shard", "(n - shard"),
+    "pages of the first sequence": ("hopper_producer.h", "first_value(tile) + (n - shard", "(n - shard"),
     "scales of the first sequence": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "begin * scale_step"),
     "means of the first sequence": ("tile/seq_len.h", "return tile.sequence;", "return 0;"),
     "rows of the next sequence in a box": ("tile/staged_output.h", "return first_row + OUTPUT_ROWS > row_end;", "return false;"),
     "rows of the next sequence, one by one": ("tile/staged_output.h", "first_row + row >= row_end", "first_row + row > row_end"),
     "a buffer that TMA still reads": ("tile/staged_output.h", "&& !evenly) || by_rows())", "&& !evenly))"),
-    "an LSE of the next sequence": ("tile/attend.h", "if (row >= row_end()) continue;", "if (row >= p.q_length) continue;"),
+    "an LSE of the next sequence": ("tile/attend.h", "left = row_end() - row;", "left = p.q_length - row;"),
     "aligned to a key too late": ("tile/seq_len.h", "aligned = tile.kv_length - tile.q_end;", "aligned = tile.kv_length - tile.q_end + 1;"),
     "all keys of the tensor": ("tile/seq_len.h", "found.kv_length = tile.kv_length;", "found.kv_length = p_.kv_length;"),
     "a tile less": ("tile/seq_len.h", "p.tile_table[int(TableHeader::tiles)];", "p.tile_table[int(TableHeader::tiles)] - 1;"),
