@@ -172,12 +172,19 @@ class Overhead:
         return {"kind": self.kind.name, **self.kind.case.record(), **times}
 
 
+def warm(call: Callable[[], object]) -> None:
+    """Make the calls before those that are repeated: the first one compiles, the second one is recorded."""
+    for _ in range(3):
+        call()
+
+
 def cpu_us(call: Callable[[], object], wait: Callable[[], None]) -> float:
-    """The CPU time of a call, in us: the mean of CALLS calls.
+    """The CPU time of a repeated call, in us: the mean of CALLS calls.
 
     Args:
         wait: waits until the GPU is idle.
     """
+    warm(call)
     wait()
     start = time.perf_counter()
     for _ in range(CALLS):
@@ -201,12 +208,12 @@ class CpuSamples:
         """Measure a turn. Turns have different lengths."""
         if kind.prepare is not None:
             call = kind.prepare(kind.case, device)
-            self.repeated.append(self._warm(call, wait))
+            self.repeated.append(cpu_us(call, wait))
             return
         arguments = kind.arguments(device)
         tensors = Problem.of(kind.case, "normal", device, rotate=False).sets[0]
-        self.repeated.append(self._warm(functools.partial(fp8attn.sdpa, *tensors, **arguments), wait))
-        self.sdpa.append(self._warm(functools.partial(F.scaled_dot_product_attention, *tensors, **sdpa_arguments(arguments)), wait))
+        self.repeated.append(cpu_us(functools.partial(fp8attn.sdpa, *tensors, **arguments), wait))
+        self.sdpa.append(cpu_us(functools.partial(F.scaled_dot_product_attention, *tensors, **sdpa_arguments(arguments)), wait))
         problems = []  # all before the first call: the CPU draws small ones, and finds nothing of fp8attn in its caches then
         for i in range(turn * (1 + NEW_LENGTHS), (turn + 1) * (1 + NEW_LENGTHS)):
             shorter = [x - STEP * (i + 1) if x == kind.case.kv_length else x for x in (kind.case.q_length, kind.case.kv_length)]
@@ -221,12 +228,6 @@ class CpuSamples:
                 if i > 0:
                     samples.append((time.perf_counter() - start) * 1e6)
         wait()
-
-    @staticmethod
-    def _warm(call: Call, wait: Callable[[], None]) -> float:
-        for _ in range(3):
-            call()
-        return cpu_us(call, wait)
 
 
 def sdpa_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
@@ -257,25 +258,23 @@ def measure(kind: Kind, cpu: CpuSamples, protocol: Protocol, device: torch.devic
     repeated = statistics.median(cpu.repeated)
     if kind.prepare is not None:
         call = kind.prepare(kind.case, device)
-        for _ in range(3):
-            call()
+        warm(call)
         eager = time_all({"eager": lambda i: call()}, 1, dataclasses.replace(protocol, launch="eager"), device, tick)
         graph = time_all({"graph": lambda i: call()}, 1, protocol, device, tick)
         return Overhead(kind, repeated, None, None, eager["eager"].timing.p50_us, graph["graph"].timing.p50_us, None, None)
 
     problem = Problem.of(kind.case, "normal", device, rotate=True)
     arguments = kind.arguments(device)
-    sets = len(problem.sets)
+    for_sdpa, sets = sdpa_arguments(arguments), len(problem.sets)
 
     def ours(i: int) -> Any:
         return fp8attn.sdpa(*problem.sets[i % sets], **arguments)
 
     def theirs(i: int) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*problem.sets[i % sets], **sdpa_arguments(arguments))
+        return F.scaled_dot_product_attention(*problem.sets[i % sets], **for_sdpa)
 
     for run in (ours, theirs):
-        for _ in range(3):
-            run(0)
+        warm(functools.partial(run, 0))
     eager = time_all({"eager": ours, "SDPA, eager": theirs}, sets, dataclasses.replace(protocol, launch="eager"), device, tick)
     graph = time_all({"graph": ours}, sets, protocol, device, tick)
     first, second, sdpa = (statistics.median(samples) for samples in (cpu.first, cpu.second, cpu.sdpa))
