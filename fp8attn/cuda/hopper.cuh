@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 
   if (warpgroup == 0) {
     ptx::registers_decrease<Shape<C>::producer_registers>();
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // without the shuffle, the producer's thread spills
     if (warp == 1) {
       if constexpr (Shape<C>::skips_blocks) load_key_metadata<C>(p, shared);
       if constexpr (Shape<C>::mean_by_products) turn_means_back<C, T>(p, shared);

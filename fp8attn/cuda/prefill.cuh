@@ -45,7 +45,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     if (!tile.exists()) return;
     queries.template rotate<T>();
     const bool has_mean = tile.pages > 0;  // else the sequence may have none yet
-    const auto mean = KeyMeanQuarter::load(p.lse_mean + (int64_t(tile.sequence) * p.kv_heads + tile.kv_head) * C.head_dim + QUARTER * queries.member(), has_mean);
+    const auto mean = KeyMeanQuarter::load(mean_of<C.head_dim>(p, tile) + QUARTER * queries.member(), has_mean);
     queries.quantize(scales.row_scale, [&](int row, int column, uint4 codes) {
       *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
     });

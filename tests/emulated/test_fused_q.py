@@ -286,7 +286,7 @@ MEAN_MUTANTS = {
 
 MEAN_BY_PRODUCTS_MUTANTS = {
     "of the first head": MEAN_MUTANTS["of the first head"],
-    "one piece": ("tile/quantize.h", "piece < PIECES && column / 4 < PARTS", "piece < 1 && column / 4 < PARTS"),
+    "one piece": ("tile/quantize.h", "piece < MEAN_PIECES && column / 4 < PARTS", "piece < 1 && column / 4 < PARTS"),
     "of the first part": ("tile/quantize.h", "&mean.channels[column / 4][piece]", "&mean.channels[0][piece]"),
     "of one part": ("tile/quantize.h", "if (PARTS == 2) product +=", "if (PARTS == 3) product +="),
     "of other rows": ("tile/quantize.h", "products[row(i + member())]", "products[row(i)]"),

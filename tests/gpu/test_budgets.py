@@ -142,14 +142,17 @@ def test_quantizer(nvcc: str, tmp_path: Path, config: QuantizeConfig) -> None:
 @pytest.mark.parametrize("config", general_quantize.INSTANCES, ids=lambda config: config.name)
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in ARCHITECTURES])
 def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: GeneralQuantizeConfig | UnsmoothLseConfig) -> None:
-    """Of every dtype: registers for as many CTAs as a config says; no stack, but for 8 bytes on sm_100."""
-    most = 8 if arch == 100 else 0
+    """Of every dtype: registers for as many CTAs as a config says; no stack, no spills, but for 8 bytes of
+    stack where half or bfloat16 becomes int8 on sm_100."""
     entries = compiled(nvcc, config, arch, tmp_path).split("Compiling entry function")[1:]
     # that measures and those that write e4m3 and int8, for each dtype; one that finishes
     assert len(entries) == (10 if isinstance(config, GeneralQuantizeConfig) else 3)
     for entry in entries:
         registers, stack = numbers(entry)
-        assert stack <= most and (most or "0 bytes spill stores, 0 bytes spill loads" in entry), entry
+        if arch == 100 and "general_write" in entry and ("Lb1E6__half" in entry or "Lb1E13__nv_bfloat16" in entry):
+            assert stack <= 8 and "4 bytes spill stores, 4 bytes spill loads" in entry, entry
+        else:
+            assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
         threads = general_quantize.MEASURERS if "general_measure" in entry or "general_finish" in entry else config.threads
         assert registers * threads * config.ctas <= REGISTER_FILE, entry
 

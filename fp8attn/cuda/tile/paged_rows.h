@@ -99,17 +99,6 @@ struct RunningSums {
   }
 };
 
-// a and b as elements of T, a in the lower half.
-template <typename T>
-__device__ uint32_t word_of(float a, float b) {
-  if constexpr (std::is_same_v<T, __half>) {
-    return ptx::half2(a, b);
-  } else {
-    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(two);
-  }
-}
-
 // Makes elements finite.
 template <typename T>
 __device__ void clamp(uint32_t (&words)[4]) {

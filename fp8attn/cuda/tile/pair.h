@@ -5,6 +5,9 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
+
+#include "../ptx/convert.h"
 
 namespace fp8attn {
 
@@ -17,12 +20,6 @@ struct Pair<__nv_bfloat16> {
   static constexpr uint32_t infinities = 0x7F807F80;
 
   __device__ static float2 floats(uint32_t word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000)}; }
-
-  // The word of two finite numbers, rounded.
-  __device__ static uint32_t nearest(float a, float b) {
-    const type word = __floats2bfloat162_rn(a, b);
-    return reinterpret_cast<const uint32_t&>(word);
-  }
 };
 
 template <>
@@ -31,14 +28,18 @@ struct Pair<__half> {
   static constexpr uint32_t infinities = 0x7C007C00;
 
   __device__ static float2 floats(uint32_t word) { return __half22float2(reinterpret_cast<const __half2&>(word)); }
-
-  // Numbers that are too large become the largest ones.
-  __device__ static uint32_t nearest(float a, float b) {
-    constexpr float largest = 65504.0f;
-    const type word = __floats2half2_rn(fminf(fmaxf(a, -largest), largest), fminf(fmaxf(b, -largest), largest));
-    return reinterpret_cast<const uint32_t&>(word);
-  }
 };
+
+// a and b as elements of T, a in the lower half.
+template <typename T>
+__device__ uint32_t word_of(float a, float b) {
+  if constexpr (std::is_same_v<T, __half>) {
+    return ptx::half2(a, b);
+  } else {
+    const __nv_bfloat162 two = __floats2bfloat162_rn(a, b);
+    return reinterpret_cast<const uint32_t&>(two);
+  }
+}
 
 // What a number that isn't finite carries out of its exponent: SIGN_BITS of this sum. May be collected over many words.
 template <typename T>

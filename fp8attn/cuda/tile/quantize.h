@@ -276,11 +276,9 @@ struct KeyMeanQuarter {
 
 // K's mean as it was before its parts were rotated: sums of three numbers in Q's dtype. Products with these are exact,
 // so that together they are those with a number of 24 bits.
-constexpr int PIECES = 3;
-
 template <int PARTS>
 struct KeyMeanPieces {
-  alignas(16) uint16_t channels[PARTS][PIECES][PART];
+  alignas(16) uint16_t channels[PARTS][MEAN_PIECES][PART];
 
   // Turns a rotated mean back, in one warp: a lane has four channels, 16 lanes have a part.
   template <typename T>
@@ -290,17 +288,18 @@ struct KeyMeanPieces {
     float left[4];
     reinterpret_cast<float4&>(left) = turned_back(mean);
 #pragma unroll
-    for (int piece = 0; piece < PIECES; ++piece) {
+    for (int piece = 0; piece < MEAN_PIECES; ++piece) {
       uint2 words;
       words.x = next_piece<T>(left[0], left[1]), words.y = next_piece<T>(left[2], left[3]);
       if (lane / (PART / 4) < PARTS) *reinterpret_cast<uint2*>(&channels[part][piece][channel]) = words;
     }
   }
 
-  // Numbers in T, and subtracts them.
+  // Numbers in T, and subtracts them. What is too large for half becomes its largest number.
   template <typename T>
   __device__ static uint32_t next_piece(float& a, float& b) {
-    const uint32_t word = Pair<T>::nearest(a, b);
+    const auto limited = [](float x) { return std::is_same_v<T, __half> ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; };
+    const uint32_t word = word_of<T>(limited(a), limited(b));
     const float2 x = Pair<T>::floats(word);
     a -= x.x, b -= x.y;
     return word;
@@ -395,20 +394,19 @@ struct Queries {
     static_assert(team == QUARTERS * PARTS && PARTS <= 2);
     const int column = thread % 32 / 4, piece = column % 4, lane = thread % 4;
     uint4 of_lane[2] = {};  // a quarter of a piece
-    if (piece < PIECES && column / 4 < PARTS) {
+    if (piece < MEAN_PIECES && column / 4 < PARTS) {
       const uint4* from = reinterpret_cast<const uint4*>(&mean.channels[column / 4][piece][QUARTER * lane]);
       of_lane[0] = from[0], of_lane[1] = from[1];
     }
-    const uint32_t words[] = {of_lane[0].x, of_lane[0].y, of_lane[0].z, of_lane[0].w, of_lane[1].x, of_lane[1].y, of_lane[1].z, of_lane[1].w};
+    const QuarterWords words(of_lane);
 #pragma unroll
     for (int i = 0; i < rounds; i += 2) {
-      const uint32_t upper[] = {raw[i][0].x, raw[i][0].y, raw[i][0].z, raw[i][0].w, raw[i][1].x, raw[i][1].y, raw[i][1].z, raw[i][1].w};
-      const uint32_t lower[] = {raw[i + 1][0].x, raw[i + 1][0].y, raw[i + 1][0].z, raw[i + 1][0].w, raw[i + 1][1].x, raw[i + 1][1].y, raw[i + 1][1].z, raw[i + 1][1].w};
+      const QuarterWords upper(raw[i]), lower(raw[i + 1]);
       float sums[4] = {};
 #pragma unroll
       for (int j = 0; j < QUARTER / 2; j += 2) {
-        const uint32_t rows[] = {upper[j], lower[j], upper[j + 1], lower[j + 1]};
-        mma_halves<T>(sums, rows, words[j], words[j + 1]);
+        const uint32_t rows[] = {upper.at[j], lower.at[j], upper.at[j + 1], lower.at[j + 1]};
+        mma_halves<T>(sums, rows, words.at[j], words.at[j + 1]);
       }
       // an even lane has the upper row then, and an odd one the lower row
       const float of_upper = sums[0] + sums[1], of_lower = sums[2] + sums[3];

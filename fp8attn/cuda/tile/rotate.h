@@ -83,6 +83,14 @@ struct KeyRotation {
   }
 };
 
+// The words of a quarter of a row.
+struct QuarterWords {
+  uint32_t at[QUARTER / 2];
+
+  __device__ explicit QuarterWords(const uint4 (&quarter)[2])
+      : at{quarter[0].x, quarter[0].y, quarter[0].z, quarter[0].w, quarter[1].x, quarter[1].y, quarter[1].z, quarter[1].w} {}
+};
+
 // Rotates rows of Q by tensor cores alone. A quad of lanes has one part of a row, each lane one quarter.
 template <typename T>
 struct QueryRotation {
@@ -100,14 +108,13 @@ struct QueryRotation {
 
   // Rotates two rows, `upper` to y and `lower` to z.
   __device__ void operator()(float (&y)[QUARTER], float (&z)[QUARTER], const uint4 (&upper)[2], const uint4 (&lower)[2]) const {
-    const uint32_t above[] = {upper[0].x, upper[0].y, upper[0].z, upper[0].w, upper[1].x, upper[1].y, upper[1].z, upper[1].w};
-    const uint32_t below[] = {lower[0].x, lower[0].y, lower[0].z, lower[0].w, lower[1].x, lower[1].y, lower[1].z, lower[1].w};
+    const QuarterWords above(upper), below(lower);
 #pragma unroll
     for (int j = 0; j < QUARTER / 2; ++j) {
       float sums[4] = {};
 #pragma unroll
       for (int i = 0; i < QUARTER / 2; i += 2) {
-        const uint32_t rows[] = {above[i], below[i], above[i + 1], below[i + 1]};
+        const uint32_t rows[] = {above.at[i], below.at[i], above.at[i + 1], below.at[i + 1]};
         mma_halves<T>(sums, rows, parity(i & j) ? matrix[i] ^ 0x80008000 : matrix[i], parity((i + 1) & j) ? matrix[i + 1] ^ 0x80008000 : matrix[i + 1]);
       }
       y[2 * j] = sums[0], y[2 * j + 1] = sums[1], z[2 * j] = sums[2], z[2 * j + 1] = sums[3];
@@ -115,28 +122,8 @@ struct QueryRotation {
   }
 };
 
-// Rotates a part that 16 lanes have, four channels each, with the definition's rounding. Called by a whole warp.
-__device__ inline float4 rotated(float4 x) {
-  const uint32_t lane = threadIdx.x % (PART / 4);
-  const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> (4 * lane + i) & 1 ? -1.0f / PART : 1.0f / PART); };
-  const float a = scaled(x.x, 0), b = scaled(x.y, 1), c = scaled(x.z, 2), d = scaled(x.w, 3);
-  const float sums[] = {__fadd_rn(a, b), __fadd_rn(c, d)}, differences[] = {__fsub_rn(a, b), __fsub_rn(c, d)};
-  float y[] = {sums[0] + sums[1], differences[0] + differences[1], sums[0] - sums[1], differences[0] - differences[1]};
-#pragma unroll
-  for (int distance = 1; distance < PART / 4; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float other = __shfl_xor_sync(~0u, y[i], distance);
-      y[i] = lane & distance ? other - y[i] : y[i] + other;
-    }
-  }
-  return {y[0] + 0.0f, y[1] + 0.0f, y[2] + 0.0f, y[3] + 0.0f};
-}
-
-// The inverse of `rotated`, but for rounding.
-__device__ inline float4 turned_back(float4 y) {
-  const uint32_t lane = threadIdx.x % (PART / 4);
-  float x[] = {y.x + y.y + y.z + y.w, y.x - y.y + y.z - y.w, y.x + y.y - y.z - y.w, y.x - y.y - y.z + y.w};
+// Sums and differences over the lanes of a part, which have four channels each. Called by a whole warp.
+__device__ inline void transform_over_lanes(float (&x)[4], uint32_t lane) {
 #pragma unroll
   for (int distance = 1; distance < PART / 4; distance *= 2) {
 #pragma unroll
@@ -145,6 +132,24 @@ __device__ inline float4 turned_back(float4 y) {
       x[i] = lane & distance ? other - x[i] : x[i] + other;
     }
   }
+}
+
+// Rotates a part that 16 lanes have, four channels each, with the definition's rounding. Called by a whole warp.
+__device__ inline float4 rotated(float4 x) {
+  const uint32_t lane = threadIdx.x % (PART / 4);
+  const auto scaled = [&](float value, uint32_t i) { return __fmul_rn(value, SIGNS >> (4 * lane + i) & 1 ? -1.0f / PART : 1.0f / PART); };
+  const float a = scaled(x.x, 0), b = scaled(x.y, 1), c = scaled(x.z, 2), d = scaled(x.w, 3);
+  const float sums[] = {__fadd_rn(a, b), __fadd_rn(c, d)}, differences[] = {__fsub_rn(a, b), __fsub_rn(c, d)};
+  float y[] = {sums[0] + sums[1], differences[0] + differences[1], sums[0] - sums[1], differences[0] - differences[1]};
+  transform_over_lanes(y, lane);
+  return {y[0] + 0.0f, y[1] + 0.0f, y[2] + 0.0f, y[3] + 0.0f};
+}
+
+// The inverse of `rotated`, but for rounding.
+__device__ inline float4 turned_back(float4 y) {
+  const uint32_t lane = threadIdx.x % (PART / 4);
+  float x[] = {y.x + y.y + y.z + y.w, y.x - y.y + y.z - y.w, y.x + y.y - y.z - y.w, y.x - y.y - y.z + y.w};
+  transform_over_lanes(x, lane);
   const auto restored = [&](int i) { return SIGNS >> (4 * lane + i) & 1 ? -x[i] : x[i]; };
   return {restored(0), restored(1), restored(2), restored(3)};
 }

@@ -54,8 +54,8 @@ __device__ inline int sequence_of(const Tile& tile) { return tile.batch; }
 __device__ inline int sequence_of(const PackedTile& tile) { return tile.sequence; }
 
 // K's mean of a tile, of DIM channels.
-template <int DIM, class T>
-__device__ const float* mean_of(const Params& p, const T& tile) {
+template <int DIM, class P, class T>
+__device__ const float* mean_of(const P& p, const T& tile) {
   return p.lse_mean + (int64_t(sequence_of(tile)) * p.kv_heads + tile.kv_head) * DIM;
 }
 
