@@ -28,9 +28,6 @@ ONES = 8
 MEAN_PIECES = 3
 """Numbers in Q's dtype whose sum is a channel of K's mean, where tensor cores multiply Q by it."""
 
-MEAN_WARPS = 3
-"""Warps of the producer's warpgroup that multiply Q by K's mean: all but the producer's."""
-
 VALUE_PART = 64
 """Channels of V in one product with P, for int8 with more than 128 channels. One such product is added to the output
 while the next one is computed."""
@@ -138,10 +135,9 @@ class HopperConfig:
     def producer_registers(self) -> int:
         """Registers of a producer's thread.
 
-        If its warpgroup does more than to load Q, K and V, it gets what the consumers leave.
+        If the producer loads masks, values per key or lengths, it gets all registers that the consumers leave.
         """
-        left = self.launched_with - self.consumers * self.registers
-        return min(left, 240) if self.skips_blocks or self.varlen or self.mean_by_products else 24
+        return self.launched_with - self.consumers * self.registers if self.skips_blocks or self.varlen else 24
 
     @property
     def launched_with(self) -> int:
@@ -171,20 +167,16 @@ class HopperConfig:
         added = self.added_slots * self.consumers * 2 * ROWS * KEYS + (1024 if self.added_slots else 0)
         work_tiles = 0 if self.skips_blocks else 4 * 32
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
-        facts = 4 * self.consumers * (2 * self.value_dim + 2 * ROWS) + 8 * self.stages
-        mean_scores = 4 * self.consumers * ROWS if self.fuse_q_quant else 0
-        if self.mean_by_products:
-            # K's mean and mean scores of two tiles, six barriers, and sinks
-            facts += 2 * MEAN_PIECES * 2 * self.head_dim + 2 * mean_scores + 6 * 8 + 4 * self.consumers
-        else:
-            facts += mean_scores
+        facts = 4 * self.consumers * (2 * self.value_dim + (3 if self.fuse_q_quant else 2) * ROWS) + 8 * self.stages
+        # K's mean of two tiles, four barriers and sinks
+        facts += 2 * MEAN_PIECES * 2 * self.head_dim + 4 * 8 + 4 * self.consumers if self.mean_by_products else 0
         tiles, barriers = (64 if self.varlen else 32) * 4, 8 * (2 * self.consumers + 4 * self.stages)
         # swizzled boxes start at multiples of 1024 bytes
         return q + kv + round_up(128 + work_tiles + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
 
     @property
     def mean_by_products(self) -> bool:
-        """Whether warps of the producer's warpgroup multiply queries by K's mean. C++'s Shape says why not."""
+        """Whether tensor cores multiply queries by K's mean. C++'s Shape says why not."""
         return self.fuse_q_quant and not self.skips_blocks and self.head_dim <= 128
 
     def does(self, call: Call) -> bool:
@@ -303,16 +295,8 @@ INT8_INSTANCES = _with_int8(INSTANCES)
 
 
 def _with_fused_q(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
-    """The fused-query variants of configs, for head dims whose rows the threads of a warpgroup can divide.
-
-    Two consumers leave 16 registers a thread to warps that multiply Q by K's mean.
-    """
-
-    def variant(config: HopperConfig) -> HopperConfig:
-        fused = replace(config, fuse_q_quant=True)
-        return replace(fused, registers=232) if fused.mean_by_products and config.consumers == 2 else fused
-
-    return tuple(variant(config) for config in configs if config.head_dim == config.value_dim and 256 % config.head_dim == 0)
+    """The fused-query variants of configs, for head dims whose rows the threads of a warpgroup can divide."""
+    return tuple(replace(config, fuse_q_quant=True) for config in configs if config.head_dim == config.value_dim and 256 % config.head_dim == 0)
 
 
 FUSED_Q_INSTANCES = _with_fused_q(tuple(config for config in INSTANCES if not config.general))
@@ -565,7 +549,7 @@ def _measured(of: Kind) -> tuple[_Measured, ...]:
 def _speed(config: HopperConfig) -> float:
     """Of the measured config that corresponds to a variant: e4m3, with Q quantized before the kernel."""
     plain = replace(config, int8=False, fuse_q_quant=False, window=False, softcap=False, varlen=False)
-    return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact, registers=config.registers) == plain)
+    return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
 
 
 def stream_k_ranges(call: Call, config: HopperConfig, device: Device) -> int:

@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
     }
     shared.added.init();
     if constexpr (Shape<C>::mean_by_products) {
-      for (uint64_t& barrier : shared.mean.full) ptx::mbarrier_init(&barrier, MEAN_WARPS);
-      for (uint64_t& barrier : shared.mean.empty) ptx::mbarrier_init(&barrier, 4 * C.consumers);
+      for (uint64_t& barrier : shared.mean.full) ptx::mbarrier_init(&barrier, 1);
       for (uint64_t& barrier : shared.mean.next_tile) ptx::mbarrier_init(&barrier, 1);
     }
     for (int stage = 0; stage < C.stages; ++stage) {
@@ -56,11 +55,9 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   if (warpgroup == 0) {
     ptx::registers_decrease<Shape<C>::producer_registers>();
     const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // without the shuffle, the producer's thread spills
-    if (warp > 0) {
-      if constexpr (Shape<C>::mean_by_products) multiply_by_means<C, T>(p, shared, warp - 1);
-      if constexpr (Shape<C>::skips_blocks) {
-        if (warp == 1) load_key_metadata<C>(p, shared);
-      }
+    if (warp == 1) {
+      if constexpr (Shape<C>::skips_blocks) load_key_metadata<C>(p, shared);
+      if constexpr (Shape<C>::mean_by_products) turn_means_back<C, T>(p, shared);
     } else if (threadIdx.x < (Shape<C>::skips_blocks ? 32 : 1)) {
       produce<C>(p, shared, schedule);
     }

@@ -55,20 +55,12 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
   }
 }
 
-// What K's mean adds to the scores of a thread's two rows. To be called once in each round.
+// What K's mean adds to the scores of a thread's two rows. Without keys, what it added to the CTA's last tile is there.
 template <HopperConfig C>
-__device__ float2 mean_scores_of(const Params& p, SharedStorage<C>& shared, const TileOf<C>& tile, const WarpgroupTile& wg_tile, int round, Fragment f) {
-  // Without keys, there is what it added to another tile.
-  const auto of_rows = [&](const float (&of_row)[ROWS]) { return p.lse_mean != nullptr && has_keys(tile) ? float2{of_row[f.row], of_row[f.row + 8]} : float2{}; };
-  if constexpr (Shape<C>::mean_by_products) {
-    if (p.lse_mean == nullptr) return {};
-    ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
-    const float2 found = of_rows(shared.mean.of_row[round % 2][wg_tile.consumer]);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.mean.empty[round % 2]);
-    return found;
-  } else if constexpr (C.fuse_q_quant) {
-    return of_rows(shared.mean_scores.of_row[wg_tile.consumer]);
+__device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const TileOf<C>& tile, const WarpgroupTile& wg_tile, Fragment f) {
+  if constexpr (C.fuse_q_quant) {
+    const auto& of_row = shared.mean_scores.of_row[wg_tile.consumer];
+    return p.lse_mean != nullptr && has_keys(tile) ? float2{of_row[f.row], of_row[f.row + 8]} : float2{};
   } else {
     const int row = wg_tile.first_row() + f.row;
     return {mean_score(p, wg_tile.tile, row), mean_score(p, wg_tile.tile, row + 8)};
@@ -82,14 +74,14 @@ struct RowTerms {
 };
 
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
-template <HopperConfig C, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
+template <bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            RowTerms terms, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
   const Tile& tile = wg_tile.tile;
   float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
-  StagedOutput<Scales, BOXES, Shape<C>::stores_together, C.varlen> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
+  StagedOutput<Scales, BOXES, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
   if (p.sinks != nullptr) {
     const float sink = *terms.sink;
     output.set_weight(0, SinkRow::add<>(largest[0], l[0], sink - terms.mean_scores.x).weight);
@@ -153,16 +145,22 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     }
   };
   const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
-  // With a mask, also finds what K's mean adds to the scores of the tile's rows.
-  const auto quantize_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
+  // Also finds what K's mean adds to the scores of the tile's rows.
+  const auto quantize_queries = [&](HalfQueries& queries, const TileOf<C>& tile, int round) {
     if constexpr (C.fuse_q_quant) {
       if (!tile.exists()) return;
       const auto store = [&](int row, int column, uint4 codes) {
         *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
       queries.template rotate<T>();
+      const float unit = p.score_scale * (1 / LOG2E);
+      auto& products = shared.mean_scores.of_row[consumer];
       if constexpr (S::mean_by_products) {
         queries.quantize(scales.row_scale, store);
+        if (p.lse_mean != nullptr) {
+          ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
+          if (has_keys(tile)) queries.template multiply<T>(shared.mean.pieces[round % 2], unit, products);
+        }
       } else {
         const float* of_quarter = mean_of<C.head_dim>(p, tile) + QUARTER * queries.member();
         const bool wanted = p.lse_mean != nullptr && has_keys(tile);
@@ -174,7 +172,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
           wait_for_keys(ring);
           mean = KeyMeanQuarter::load(of_quarter, true);
         }
-        queries.multiply(mean, p.score_scale * (1 / LOG2E), shared.mean_scores.of_row[consumer]);
+        queries.multiply(mean, unit, products);
       }
       ptx::fence_proxy_async();
     }
@@ -183,7 +181,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   load_queries(first_queries, shared.tiles[0]);
   load_rows(shared.tiles[0]);
   if constexpr (!C.fuse_q_quant) load_channels(shared.tiles[0]);
-  quantize_queries(first_queries, shared.tiles[0]);
+  quantize_queries(first_queries, shared.tiles[0], 0);
   if constexpr (C.fuse_q_quant) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
@@ -193,7 +191,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     typename S::RowSoftmax softmax;
     float2 capped_mean = {};  // what K's mean adds to the scores of the thread's rows, over the cap
     if constexpr (C.softcap) {
-      const float2 mean = mean_scores_of<C>(p, shared, work_tile, wg_tile, round, f);
+      const float2 mean = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
       capped_mean = {mean.x * p.inverse_softcap, mean.y * p.inverse_softcap};
     }
     float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
@@ -404,7 +402,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     }
     // Read before those of the next tile replace them. Under a soft cap, the scores include them.
     float2 mean_scores = {};
-    if constexpr (!C.softcap) mean_scores = mean_scores_of<C>(p, shared, work_tile, wg_tile, round, f);
+    if constexpr (!C.softcap) mean_scores = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
     const TileOf<C>& next_tile = shared.tiles[(round + 1) % TILES];
     HalfQueries queries;
     load_queries(queries, next_tile);
@@ -413,9 +411,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     load_rows(next_tile);
     if (is_complete<C>(work_tile)) {
       const auto row_end = [&] { return lengths.row_end(p, work_tile); };
-      store_tile<C>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, sink_of(work_tile)}, scales, shared.output[consumer], f);
+      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, sink_of(work_tile)}, scales, shared.output[consumer], f);
     }
-    quantize_queries(queries, next_tile);
+    quantize_queries(queries, next_tile, round + 1);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more
     if constexpr (!C.fuse_q_quant) load_channels(next_tile);
   }

@@ -122,32 +122,19 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
   if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();
 }
 
-// The other warps of the producer warpgroup, where they multiply Q by K's mean. The products are there before the
-// consumers want them: at the end of the tile or, under a soft cap, at its start.
+// Another warp of the producer warpgroup, where tensor cores multiply Q by K's mean: turns the mean of every tile back.
+// When the producer knows the next tile, the consumers have quantized Q of this one, so the mean before it is not
+// needed.
 template <HopperConfig C, typename T>
-__device__ void multiply_by_means(const Params& p, SharedStorage<C>& shared, int warp) {
+__device__ void turn_means_back(const Params& p, SharedStorage<C>& shared) {
   if (p.lse_mean == nullptr) return;
-  auto& mean = shared.mean;
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const TileOf<C>& tile = shared.tiles[round % TILES];
-    const uint32_t buffer = round % 2, phase = round / 2 % 2;
-    if (warp == 0 && has_keys(tile)) {
-      if (p.ready != nullptr) wait_until_ready(p, tile);
-      mean.pieces[buffer].template turn_back<T>(mean_of<C.head_dim>(p, tile));
-    }
-    ptx::threads_sync<32 * MEAN_WARPS>(1 + C.consumers);
-    ptx::mbarrier_wait(&mean.empty[buffer], phase ^ 1);
-    if (has_keys(tile)) {
-      const MeanOperand<T, C.head_dim> operand(mean.pieces[buffer]);
-      const uint16_t* rows = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1] + tile.first_row * p.q_strides[2];
-      const int count = SeqLen<C.varlen>::row_end(p, tile) - tile.first_row;
-#pragma unroll 1
-      for (int row = MEAN_ROWS * warp; row < Shape<C>::tile_rows; row += MEAN_ROWS * MEAN_WARPS)
-        operand.multiply(rows + row * p.q_strides[2], p.q_strides[2], count - row, p.score_scale * (1 / LOG2E), &mean.of_row[buffer][0][row]);
-    }
+    if (p.ready != nullptr) wait_until_ready(p, tile);
+    if (has_keys(tile)) shared.mean.pieces[round % 2].template turn_back<T>(mean_of<C.head_dim>(p, tile));
     __syncwarp();
-    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&mean.full[buffer]);
-    ptx::mbarrier_wait(&mean.next_tile[buffer ^ 1], phase);
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.mean.full[round % 2]);
+    ptx::mbarrier_wait(&shared.mean.next_tile[(round + 1) % 2], round / 2 % 2);
   }
 }
 

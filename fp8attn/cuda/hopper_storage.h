@@ -11,7 +11,7 @@
 #include "tile/capped_softmax.h"
 #include "tile/key_metadata.h"
 #include "tile/mask.h"
-#include "tile/mean_products.h"
+#include "tile/quantize.h"
 #include "tile/schedule.h"
 #include "tile/seq_len.h"
 #include "tile/staged_output.h"
@@ -59,11 +59,10 @@ struct Shape {
   // the first after the preparation. Otherwise the softmax is prepared earlier, while sums are added, with a scale that
   // arrived with V of the block before. That is 1 to 2 % faster, but 2 % slower in two parts.
   static constexpr bool prepares_late = C.overlap || second > 0 || skips_blocks;
+  // of a thread; instances that skip blocks, or take packed sequences, give the producer all that the consumers leave
+  static constexpr int producer_registers = skips_blocks || C.varlen ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
-  // Whether a tile's boxes are stored behind one fence. At 128 channels and 1k keys, that is 1 % faster where the kernel
-  // quantizes Q, and 3 to 4 % slower elsewhere.
-  static constexpr bool stores_together = C.fuse_q_quant;
   static constexpr int start = C.int8 && !C.general && !C.softcap ? START<C.head_dim> : 0;  // of scores' accumulators
   // Whether a product of ones sets the start. Moves set it where issue slots are not the bottleneck.
   static constexpr bool start_by_product = start > 0 && C.head_dim <= 128;
@@ -75,13 +74,9 @@ struct Shape {
   // int8 spills too, and gains too little to pay for that.
   static constexpr bool stream_k = !skips_blocks && !C.window && !C.varlen && C.consumers < 4 && !(C.int8 && second > 0);
   static_assert(!C.varlen || (!skips_blocks && !C.int8));
-  // Whether warps of the producer's warpgroup multiply Q by K's mean. In other instances that quantize Q, consumers do:
-  // with masks, one of these warps has work, and shared memory is full; above 128 channels the consumers need all
-  // registers.
+  // Whether tensor cores multiply Q by K's mean. In other instances that quantize Q, threads do: where blocks are
+  // skipped, no warp is idle that could turn the mean back, and two parts of channels are what a product takes.
   static constexpr bool mean_by_products = C.fuse_q_quant && !skips_blocks && C.head_dim <= 128;
-  // of a thread: what the consumers leave, where the producer's warpgroup does more than to load Q, K and V
-  static constexpr int registers_left = 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers;
-  static constexpr int producer_registers = !skips_blocks && !C.varlen && !mean_by_products ? 24 : registers_left < 240 ? registers_left : 240;
   // bytes of each CTA's partial results
   static constexpr int partials_ready = stream_k ? C.consumers * sizeof(Partial<first / 2, second == 0 ? 1 : second / 2>) : 0;
 };
@@ -105,14 +100,11 @@ struct RowMeanScores {
   float of_row[CONSUMERS][ROWS];
 };
 
-// For warps that multiply Q by K's mean: the mean of the present tile and of one before, what it adds to the scores of
-// each row of these tiles, and barriers. `full` and `empty` are those of `of_row`; `next_tile` says that the next tile is
-// known. Also sinks of the consumers' tiles.
-template <int DIM, int CONSUMERS>
+// K's mean of this round's tile and of the next one's, what says which tile is next, and sinks of the consumers' tiles.
+template <int PARTS, int CONSUMERS>
 struct MeanStorage {
-  KeyMeanPieces<DIM> pieces[2];
-  float of_row[2][CONSUMERS][ROWS];
-  uint64_t full[2], empty[2], next_tile[2];
+  KeyMeanPieces<PARTS> pieces[2];
+  uint64_t full[2], next_tile[2];
   float sink[CONSUMERS];
 };
 
@@ -142,8 +134,8 @@ struct alignas(1024) SharedStorage {
   [[no_unique_address]] Added added;
   OutputBoxes<Shape<C>::output_boxes> output[C.consumers];
   TileScales<C.value_dim> scales[C.consumers];
-  [[no_unique_address]] std::conditional_t<C.fuse_q_quant && !Shape<C>::mean_by_products, RowMeanScores<C.consumers>, Nothing> mean_scores;
-  [[no_unique_address]] std::conditional_t<Shape<C>::mean_by_products, MeanStorage<C.head_dim, C.consumers>, Nothing> mean;
+  [[no_unique_address]] std::conditional_t<C.fuse_q_quant, RowMeanScores<C.consumers>, Nothing> mean_scores;
+  [[no_unique_address]] std::conditional_t<Shape<C>::mean_by_products, MeanStorage<C.head_dim / PART, C.consumers>, Nothing> mean;
   TileOf<C> tiles[TILES];  // of this round and the next; consumers may be two rounds apart
   BlockScales k_scale[C.stages];
   uint64_t q_full[C.consumers], q_empty[C.consumers];

@@ -286,14 +286,11 @@ MEAN_MUTANTS = {
 
 MEAN_BY_PRODUCTS_MUTANTS = {
     "of the first head": MEAN_MUTANTS["of the first head"],
-    "one piece": ("tile/mean_products.h", "piece < MEAN_PIECES ?", "piece < 1 ?"),
-    "of the first part": ("tile/mean_products.h", "at[2 * step], at[2 * step + 1]", "at[0], at[1]"),
-    "of half the channels": ("tile/mean_products.h", "threadIdx.x % 4 < 2 ?", "true ?"),
-    "of the first rows": ("tile/mean_products.h", "products[quad + 8 * lane]", "products[quad]"),
-    "of other rows": ("hopper_producer.h", "&mean.of_row[buffer][0][row]", "&mean.of_row[buffer][0][0]"),
-    "of the tile before": ("hopper_producer.h", "operand(mean.pieces[buffer]", "operand(mean.pieces[buffer ^ 1]"),
-    "of the tile after": ("hopper_mainloop.h", "shared.mean.of_row[round % 2]", "shared.mean.of_row[1]"),
-    "of pieces that aren't there": ("hopper_producer.h", "    ptx::threads_sync<32 * MEAN_WARPS>(1 + C.consumers);\n", ""),
+    "one piece": ("tile/quantize.h", "piece < MEAN_PIECES && column / 4 < PARTS", "piece < 1 && column / 4 < PARTS"),
+    "of the first part": ("tile/quantize.h", "&mean.channels[column / 4][piece]", "&mean.channels[0][piece]"),
+    "of one part": ("tile/quantize.h", "if (PARTS == 2) product +=", "if (PARTS == 3) product +="),
+    "of other rows": ("tile/quantize.h", "products[row(i + member())]", "products[row(i)]"),
+    "of the tile before": ("hopper_mainloop.h", "(shared.mean.pieces[round % 2], unit", "(shared.mean.pieces[0], unit"),
     "without signs": ("tile/rotate.h", "SIGNS >> (4 * lane + i) & 1 ? -x[i] : x[i]", "x[i]"),
 }
 """The same where tensor cores multiply by it."""

@@ -67,7 +67,7 @@ STACK = {
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, False, True, window=True, softcap=True): 32,
     HopperConfig(128, 128, 3, 4, 160, False, 0, False, False, True, window=True, softcap=True): 16,
     HopperConfig(256, 256, 1, 2, 240, False, 0, False, False, True, window=True, softcap=True): 8,
-    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True): 40,
+    HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True): 24,
     HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True): 48,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 32,
     HopperConfig(128, 128, 3, 4, 160, False, 0, False, True, True, window=True, softcap=True): 16,
@@ -78,17 +78,8 @@ STACK = {
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True): 8,
     HopperConfig(256, 256, 2, 2, 240, False, 2, False, True, True, window=True): 8,
     HopperConfig(256, 256, 2, 2, 240, False, 0, False, False, True, window=True, softcap=True): 8,
-    # of warps that multiply queries by K's mean
-    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True): 8,
-    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True): 8,
-    HopperConfig(128, 128, 2, 4, 232, True, 2, False, False, True): 8,
-    HopperConfig(128, 128, 2, 4, 232, True, 1, False, True, True): 8,
-    HopperConfig(128, 128, 2, 4, 232, True, 2, False, False, True, window=True): 8,
-    HopperConfig(128, 128, 2, 4, 232, True, 1, False, True, True, window=True): 8,
-    HopperConfig(128, 128, 2, 4, 232, True, 0, False, False, True, window=True, softcap=True): 8,
-    HopperConfig(128, 128, 2, 4, 232, True, 0, False, True, True, window=True, softcap=True): 8,
     **dict(zip(VARLEN, (0, 0, 0, 8, 8, 0, 32, 16, 0), strict=True)),
-    **dict(zip(VARLEN_FUSED_Q, (0, 8, 0, 8, 16, 0, 32, 16, 0), strict=True)),
+    **dict(zip(VARLEN_FUSED_Q, (0, 0, 0, 8, 8, 0, 32, 16, 0), strict=True)),
 }
 """Bytes of it that an instance has; the others have none."""
 

@@ -159,8 +159,8 @@ READY_MUTANTS = {
     "a part of the keys": ("hopper_producer.h", "< p.ready_ctas", "< p.ready_ctas - 1"),
     "a mean that isn't there yet": (
         "hopper_producer.h",
-        "      if (p.ready != nullptr) wait_until_ready(p, tile);\n      mean",
-        "      mean",
+        "    if (p.ready != nullptr) wait_until_ready(p, tile);\n    if (has_keys",
+        "    if (has_keys",
     ),
     "a mean that isn't waited for": ("hopper_mainloop.h", "ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);", ""),
 }

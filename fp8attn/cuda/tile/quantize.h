@@ -274,6 +274,38 @@ struct KeyMeanQuarter {
   }
 };
 
+// K's mean as it was before its parts were rotated: sums of three numbers in Q's dtype. Products with these are exact,
+// so that together they are those with a number of 24 bits.
+template <int PARTS>
+struct KeyMeanPieces {
+  alignas(16) uint16_t channels[PARTS][MEAN_PIECES][PART];
+
+  // Turns a rotated mean back, in one warp: a lane has four channels, 16 lanes have a part.
+  template <typename T>
+  __device__ void turn_back(const float* rotated_mean) {
+    const int lane = threadIdx.x % 32, part = lane / (PART / 4) % PARTS, channel = lane % (PART / 4) * 4;
+    const float4 mean = __ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + channel));
+    float left[4];
+    reinterpret_cast<float4&>(left) = turned_back(mean);
+#pragma unroll
+    for (int piece = 0; piece < MEAN_PIECES; ++piece) {
+      uint2 words;
+      words.x = next_piece<T>(left[0], left[1]), words.y = next_piece<T>(left[2], left[3]);
+      if (lane / (PART / 4) < PARTS) *reinterpret_cast<uint2*>(&channels[part][piece][channel]) = words;
+    }
+  }
+
+  // Numbers in T, and subtracts them. What is too large for half becomes its largest number.
+  template <typename T>
+  __device__ static uint32_t next_piece(float& a, float& b) {
+    const auto limited = [](float x) { return std::is_same_v<T, __half> ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; };
+    const uint32_t word = word_of<T>(limited(a), limited(b));
+    const float2 x = Pair<T>::floats(word);
+    a -= x.x, b -= x.y;
+    return word;
+  }
+};
+
 // ROWS rows of Q in bfloat16 or half, which a warpgroup rotates and quantizes with one scale per row. A team of threads
 // has a row; each thread has one quarter of a rotated part. Two threads of the team know what is found of one row.
 template <int DIM, bool INT8>
@@ -353,6 +385,35 @@ struct Queries {
     // The definition divides both Q and K by PART, although their product should be divided only once. The scale of Q
     // compensates.
     if (member() % 2 == 0) scale[row(known())] = largest > 0.0f ? restores * PART : 1.0f;
+  }
+
+  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Part p of the mean has the
+  // columns 4p to 4p + 2 of the second operand, so that lanes 2p and 2p + 1 of a quad with that part have its sums.
+  template <typename T, int PARTS>
+  __device__ void multiply(const KeyMeanPieces<PARTS>& mean, float unit, float (&products)[ROWS]) const {
+    static_assert(team == QUARTERS * PARTS && PARTS <= 2);
+    const int column = thread % 32 / 4, piece = column % 4, lane = thread % 4;
+    uint4 of_lane[2] = {};  // a quarter of a piece
+    if (piece < MEAN_PIECES && column / 4 < PARTS) {
+      const uint4* from = reinterpret_cast<const uint4*>(&mean.channels[column / 4][piece][QUARTER * lane]);
+      of_lane[0] = from[0], of_lane[1] = from[1];
+    }
+    const QuarterWords words(of_lane);
+#pragma unroll
+    for (int i = 0; i < rounds; i += 2) {
+      const QuarterWords upper(raw[i]), lower(raw[i + 1]);
+      float sums[4] = {};
+#pragma unroll
+      for (int j = 0; j < QUARTER / 2; j += 2) {
+        const uint32_t rows[] = {upper.at[j], lower.at[j], upper.at[j + 1], lower.at[j + 1]};
+        mma_halves<T>(sums, rows, words.at[j], words.at[j + 1]);
+      }
+      // an even lane has the upper row then, and an odd one the lower row
+      const float of_upper = sums[0] + sums[1], of_lower = sums[2] + sums[3];
+      float product = (lane % 2 ? of_lower : of_upper) + __shfl_xor_sync(~0u, lane % 2 ? of_upper : of_lower, 1);
+      if (PARTS == 2) product += __shfl_xor_sync(~0u, product, 6);
+      if (member() < 2) products[row(i + member())] = product * unit;
+    }
   }
 
   // Writes the rows' products with `mean`, times `unit`, to `products`. The branch for each two rounds keeps ptxas from
