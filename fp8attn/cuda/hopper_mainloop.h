@@ -74,14 +74,14 @@ struct RowTerms {
 };
 
 // Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
-template <bool PACKED, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
+template <HopperConfig C, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
 __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
                            RowTerms terms, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
   const Tile& tile = wg_tile.tile;
   float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
-  StagedOutput<Scales, BOXES, PACKED> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
+  StagedOutput<Scales, BOXES, Shape<C>::stores_together, C.varlen> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
   if (p.sinks != nullptr) {
     const float sink = *terms.sink;
     output.set_weight(0, SinkRow::add<>(largest[0], l[0], sink - terms.mean_scores.x).weight);
@@ -411,7 +411,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     load_rows(next_tile);
     if (is_complete<C>(work_tile)) {
       const auto row_end = [&] { return lengths.row_end(p, work_tile); };
-      store_tile<C.varlen>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, sink_of(work_tile)}, scales, shared.output[consumer], f);
+      store_tile<C>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, sink_of(work_tile)}, scales, shared.output[consumer], f);
     }
     quantize_queries(queries, next_tile, round + 1);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more

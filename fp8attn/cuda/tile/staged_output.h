@@ -28,9 +28,10 @@ struct Restored {
   static constexpr int channels = CHANNELS;
 };
 
-// Normalises and stores the 16 output rows of a warp. PACKED: rows from row_end on are the next sequence's. A box with
-// such rows is stored row by row, because TMA only drops what is outside of the tensor.
-template <typename Scales, int BOXES, bool PACKED = false>
+// Normalises and stores the 16 output rows of a warp. TOGETHER: behind one fence, if all boxes of a tile have a buffer.
+// PACKED: rows from row_end on are the next sequence's. A box with such rows is stored row by row, because TMA drops
+// nothing but what is outside of the tensor.
+template <typename Scales, int BOXES, bool TOGETHER = true, bool PACKED = false>
 struct StagedOutput {
   const Params& p;
   const Tile& tile;
@@ -137,11 +138,10 @@ struct StagedOutput {
     }
   }
 
-  // Boxes are stored together if all of a tile's have a buffer.
   template <typename T, int FIRST, int COUNT, int N>
   __device__ void store_as(const float (&o)[N]) const {
     constexpr int width = OUTPUT_BYTES / sizeof(T);
-    constexpr int of_tile = (Scales::channels + width - 1) / width, together = of_tile <= BOXES ? of_tile : 1;
+    constexpr int of_tile = (Scales::channels + width - 1) / width, together = TOGETHER && of_tile <= BOXES ? of_tile : 1;
     // else the first box of a tile uses the same buffer as the last box of the previous tile
     constexpr bool evenly = of_tile % BOXES == 0;
 #pragma unroll
