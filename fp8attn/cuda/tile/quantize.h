@@ -313,20 +313,20 @@ struct Queries {
   static constexpr int team = DIM / QUARTER;
   static constexpr int at_once = 128 / team;  // rows per round
   static constexpr int rounds = ROWS / at_once;
-  static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // two rounds are rotated together
+  static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // two rounds are multiplied together
   static_assert(team == 2 * rounds);
 
-  int thread;
+  uint32_t thread;
   uint4 raw[rounds][2];
   float y[rounds][QUARTER];  // rotated
   float largest;             // largest magnitude of the row of which the thread knows
 
-  __device__ int member() const { return thread % team; }
+  __device__ uint32_t member() const { return thread % team; }
 
   // The round whose row the thread knows of.
   __device__ int known() const { return member() / 2; }
 
-  __device__ int row(int round) const { return thread / team + round * at_once; }
+  __device__ int row(uint32_t round) const { return thread / team + round * at_once; }
 
   // Loads the rows of `head` from `first` on. Rows outside 0 ... length - 1 are zero. Without a tile, `length` is 0 and
   // `first` may be negative.
@@ -354,13 +354,9 @@ struct Queries {
     const QueryRotation<T> rotation(thread);
 #pragma unroll 1
     for (;;) {
-      float of_quarter[rounds] = {};
+      float of_quarter[rounds];
 #pragma unroll
-      for (int i = 0; i < rounds; ++i) {
-        if (i % 2 == 0) rotation(y[i], y[i + 1], raw[i], raw[i + 1]);
-#pragma unroll
-        for (int c = 0; c < QUARTER; ++c) of_quarter[i] = fmaxf(of_quarter[i], fabsf(y[i][c]));  // fmaxf ignores NaN
-      }
+      for (int i = 0; i < rounds; ++i) of_quarter[i] = rotation(y[i], raw[i]);
       largest = reduce_over_team<team>(of_quarter, member(), [](float a, float b) { return fmaxf(a, b); });
       if (!__any_sync(~0u, largest == INFINITE)) break;
 #pragma unroll

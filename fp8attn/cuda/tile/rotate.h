@@ -91,35 +91,59 @@ struct QuarterWords {
       : at{quarter[0].x, quarter[0].y, quarter[0].z, quarter[0].w, quarter[1].x, quarter[1].y, quarter[1].z, quarter[1].w} {}
 };
 
-// Rotates rows of Q by tensor cores alone. A quad of lanes has one part of a row, each lane one quarter.
+// Rotates a row of Q. A quad of lanes has one part of it, each lane one quarter. The first operand of a product takes the
+// registers of a uint4 as they come from memory: words x and z are in the upper of two rows, y and w in the lower one.
+//
+// Words y and w have the channels 2 above those of x and z. In the definition, the signs of channels c and c + 2 differ
+// where bits 0 and 2 of c do. So with the matrix of x and z, y and w give their part of output o as that of o ^ 5, negated
+// if bit 1 of o is set; and the matrix of o is that of o ^ 2. Half of the products would be the same as others.
 template <typename T>
 struct QueryRotation {
-  uint32_t matrix[QUARTER / 2];  // B operand of product 0, for each word of a lane's quarter
+  uint32_t matrix[2][2];  // B operand of product 0: of each uint4, for words x and y, and for z and w
 
-  // Columns 2c and 2c + 1 of product j are lane c's channels 2j and 2j + 1.
+  // Columns 2c and 2c + 1 of product j are lane c's channels 4j and 4j + 1.
   __device__ explicit QueryRotation(uint32_t thread) {
     const uint32_t lane = thread % 4, column = thread % 32 / 4;
 #pragma unroll
-    for (int i = 0; i < QUARTER / 2; ++i) {
-      const uint32_t from = QUARTER * lane + 2 * i;
-      matrix[i] = matrix_word<T>(uint32_t(SIGNS >> from) ^ parity(lane & column / 2) * 3 ^ (column & 1) << 1);
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t from = QUARTER * lane + 8 * i + 4 * half;
+        matrix[i][half] = matrix_word<T>(uint32_t(SIGNS >> from) ^ parity(lane & column / 2) * 3 ^ (column & 1) << 1);
+      }
     }
   }
 
-  // Rotates two rows, `upper` to y and `lower` to z.
-  __device__ void operator()(float (&y)[QUARTER], float (&z)[QUARTER], const uint4 (&upper)[2], const uint4 (&lower)[2]) const {
-    const QuarterWords above(upper), below(lower);
+  // Returns the largest magnitude of the lane's quarter, not counting NaN.
+  __device__ float operator()(float (&y)[QUARTER], const uint4 (&quarter)[2]) const {
+    const auto multiply = [&](float (&sums)[4], int i, int j) {
+      const uint32_t words[] = {quarter[i].x, quarter[i].y, quarter[i].z, quarter[i].w};
+      mma_halves<T>(sums, words, signed_word(i, 0, j), signed_word(i, 1, j));
+    };
+    float first[2][4] = {}, sums[4][4], largest = 0.0f;
 #pragma unroll
-    for (int j = 0; j < QUARTER / 2; ++j) {
-      float sums[4] = {};
+    for (int j = 0; j < 2; ++j) multiply(first[j], 0, j);
 #pragma unroll
-      for (int i = 0; i < QUARTER / 2; i += 2) {
-        const uint32_t rows[] = {above.at[i], below.at[i], above.at[i + 1], below.at[i + 1]};
-        mma_halves<T>(sums, rows, parity(i & j) ? matrix[i] ^ 0x80008000 : matrix[i], parity((i + 1) & j) ? matrix[i + 1] ^ 0x80008000 : matrix[i + 1]);
-      }
-      y[2 * j] = sums[0], y[2 * j + 1] = sums[1], z[2 * j] = sums[2], z[2 * j + 1] = sums[3];
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int k = 0; k < 4; ++k) sums[j][k] = first[j % 2][k];
+      multiply(sums[j], 1, j);
     }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float upper = sums[j][i], lower = sums[j ^ 1][3 - i];
+        y[4 * j + i] = upper + lower, y[4 * j + 2 + i] = upper - lower;
+        largest = fmaxf(largest, fabsf(upper) + fabsf(lower));
+      }
+    }
+    return largest;
   }
+
+ private:
+  // Of product j, whose two bits are bits 2 and 3 of its channels.
+  __device__ uint32_t signed_word(int i, int half, int j) const { return parity(half & j) ^ parity(i & j >> 1) ? matrix[i][half] ^ 0x80008000 : matrix[i][half]; }
 };
 
 // Sums and differences over the lanes of a part, which have four channels each. Called by a whole warp.
