@@ -63,8 +63,8 @@ struct Shape {
   static constexpr int producer_registers = skips_blocks || C.varlen ? 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers : 24;
   static constexpr int tile_rows = C.consumers * ROWS;
   static constexpr int output_boxes = C.value_dim > 64 ? 2 : 1;  // of each warp
-  // Whether a tile's boxes are stored behind one fence. With 128 channels and 1k keys, the kernel takes 1 % less time so
-  // if it quantizes Q, and 3 to 4 % more if it doesn't.
+  // Whether a tile's boxes are stored behind one fence. With 128 channels and 1k keys, that is 1 % faster where the
+  // kernel quantizes Q, and 3 to 4 % slower elsewhere.
   static constexpr bool stores_together = C.fuse_q_quant;
   static constexpr int start = C.int8 && !C.general && !C.softcap ? START<C.head_dim> : 0;  // of scores' accumulators
   // Whether a product of ones sets the start. Moves set it where issue slots are not the bottleneck.

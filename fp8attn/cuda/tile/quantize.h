@@ -274,26 +274,41 @@ struct KeyMeanQuarter {
   }
 };
 
-// K's mean as it was before its parts were rotated: sums of three numbers in Q's dtype. Products with these are exact,
-// so that together they are those with a number of 24 bits.
+// K's mean as it was before its parts were rotated, as second operands of products with rows of Q: sums of three
+// numbers in Q's dtype. Products with these are exact, so that together they are those with a number of 24 bits.
+//
+// The first operand is that of QueryRotation: words 0 and 2 of 16 bytes are in the upper of two rows, words 1 and 3 in
+// the lower one. So each has columns of its own. Part p has columns 4p and 4p + 1 for the upper row, and 4p + 2 and
+// 4p + 3 for the lower one. They have numbers 0 and 1 in one operand, and number 2 and zeros in another.
 template <int PARTS>
 struct KeyMeanPieces {
-  alignas(16) uint16_t channels[PARTS][MEAN_PIECES][PART];
+  static_assert(MEAN_PIECES == 3 && PARTS <= 2);
+
+  // of each column and lane of a quad, for the lane's quarter: channels 0 and 1 of each four, or 2 and 3
+  uint4 first[16 * PARTS], last[8 * PARTS];
 
   // Turns a rotated mean back, in one warp: a lane has four channels, 16 lanes have a part.
   template <typename T>
   __device__ void turn_back(const float* rotated_mean) {
-    const int lane = threadIdx.x % 32, part = lane / (PART / 4) % PARTS, channel = lane % (PART / 4) * 4;
-    const float4 mean = __ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + channel));
+    const uint32_t lane = threadIdx.x % 32, part = lane / (PART / 4) % PARTS, four = lane % (PART / 4);
+    const float4 mean = __ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + 4 * four));
     float left[4];
     reinterpret_cast<float4&>(left) = turned_back(mean);
+    const auto write = [&](uint4* column, uint32_t word) {
+      if (lane / (PART / 4) < PARTS) reinterpret_cast<uint32_t*>(column)[four] = word;
+    };
 #pragma unroll
-    for (int piece = 0; piece < MEAN_PIECES; ++piece) {
-      uint2 words;
-      words.x = next_piece<T>(left[0], left[1]), words.y = next_piece<T>(left[2], left[3]);
-      if (lane / (PART / 4) < PARTS) *reinterpret_cast<uint2*>(&channels[part][piece][channel]) = words;
+    for (int row = 0; row < 2; ++row) {
+      const uint32_t rows = 2 * part + row;
+      float* of_row = left + 2 * row;
+#pragma unroll
+      for (int piece = 0; piece < 2; ++piece) write(first + 4 * (2 * rows + piece), next_piece<T>(of_row[0], of_row[1]));
+      write(last + 4 * rows, next_piece<T>(of_row[0], of_row[1]));
     }
   }
+
+  // A lane's words of the other operand, of which every second column is zero.
+  __device__ uint4 last_of(uint32_t lane) const { return lane / 4 % 2 == 0 ? last[lane / 8 % (2 * PARTS) * 4 + lane % 4] : uint4{}; }
 
   // Numbers in T, and subtracts them. What is too large for half becomes its largest number.
   template <typename T>
@@ -383,30 +398,26 @@ struct Queries {
     if (member() % 2 == 0) scale[row(known())] = largest > 0.0f ? restores * PART : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Part p of the mean has the
-  // columns 4p to 4p + 2 of the second operand, so that lanes 2p and 2p + 1 of a quad with that part have its sums.
+  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Lanes 2p and 2p + 1 of a quad
+  // with part p have its sums, of the upper and of the lower row of products.
   template <typename T, int PARTS>
   __device__ void multiply(const KeyMeanPieces<PARTS>& mean, float unit, float (&products)[ROWS]) const {
-    static_assert(team == QUARTERS * PARTS && PARTS <= 2);
-    const int column = thread % 32 / 4, piece = column % 4, lane = thread % 4;
-    uint4 of_lane[2] = {};  // a quarter of a piece
-    if (piece < MEAN_PIECES && column / 4 < PARTS) {
-      const uint4* from = reinterpret_cast<const uint4*>(&mean.channels[column / 4][piece][QUARTER * lane]);
-      of_lane[0] = from[0], of_lane[1] = from[1];
-    }
-    const QuarterWords words(of_lane);
+    static_assert(team == QUARTERS * PARTS);
+    const uint4 words = mean.first[thread % (16 * PARTS)], last = mean.last_of(thread % 32);
+    const bool lower = thread % 2;
 #pragma unroll
     for (int i = 0; i < rounds; i += 2) {
-      const QuarterWords upper(raw[i]), lower(raw[i + 1]);
-      float sums[4] = {};
+      float sums[2][4] = {};
 #pragma unroll
-      for (int j = 0; j < QUARTER / 2; j += 2) {
-        const uint32_t rows[] = {upper.at[j], lower.at[j], upper.at[j + 1], lower.at[j + 1]};
-        mma_halves<T>(sums, rows, words.at[j], words.at[j + 1]);
+      for (int j = 0; j < 2; ++j) {
+        mma_halves<T>(sums[j], raw[i + j][0], words.x, words.y);
+        mma_halves<T>(sums[j], raw[i + j][1], words.z, words.w);
+        mma_halves<T>(sums[j], raw[i + j][0], last.x, last.y);
+        mma_halves<T>(sums[j], raw[i + j][1], last.z, last.w);
       }
-      // an even lane has the upper row then, and an odd one the lower row
-      const float of_upper = sums[0] + sums[1], of_lower = sums[2] + sums[3];
-      float product = (lane % 2 ? of_lower : of_upper) + __shfl_xor_sync(~0u, lane % 2 ? of_upper : of_lower, 1);
+      // an upper row's lane keeps this round's sum then, and a lower row's lane that of the next round
+      const float kept = lower ? sums[1][2] + sums[1][3] : sums[0][0] + sums[0][1], given = lower ? sums[0][2] + sums[0][3] : sums[1][0] + sums[1][1];
+      float product = kept + __shfl_xor_sync(~0u, given, 1);
       if (PARTS == 2) product += __shfl_xor_sync(~0u, product, 6);
       if (member() < 2) products[row(i + member())] = product * unit;
     }

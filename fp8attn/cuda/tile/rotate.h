@@ -37,6 +37,13 @@ __device__ void mma_halves(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, u
     ptx::mma_bf16(d, a, b);
 }
 
+// The same; the first operand has 16 bytes of each lane.
+template <typename T>
+__device__ void mma_halves(float (&d)[4], uint4 a, uint32_t b0, uint32_t b1) {
+  const uint32_t words[] = {a.x, a.y, a.z, a.w};
+  mma_halves<T>(d, words, b0, b1);
+}
+
 // Rotates rows of K. A quad of lanes has one part of a row. After the rotation, lane c of the quad has channels
 // 4c ... 4c + 3 of every quarter. Before it, the lane has the same channels, or those of ldmatrix (LOADED): 2c, 2c + 1,
 // 8 + 2c and 9 + 2c. Tensor cores rotate the quarters. The rest are sums and differences of quarters. Products are
@@ -83,20 +90,12 @@ struct KeyRotation {
   }
 };
 
-// The words of a quarter of a row.
-struct QuarterWords {
-  uint32_t at[QUARTER / 2];
-
-  __device__ explicit QuarterWords(const uint4 (&quarter)[2])
-      : at{quarter[0].x, quarter[0].y, quarter[0].z, quarter[0].w, quarter[1].x, quarter[1].y, quarter[1].z, quarter[1].w} {}
-};
-
-// Rotates a row of Q. A quad of lanes has one part of it, each lane one quarter. The first operand of a product takes the
-// registers of a uint4 as they come from memory: words x and z are in the upper of two rows, y and w in the lower one.
+// Rotates a row of Q. A quad of lanes has one part of it, each lane one quarter. The first operand of a product takes 16
+// bytes of each lane as they come from memory: words 0 and 2 in the upper of two rows, words 1 and 3 in the lower one.
 //
-// Words y and w have the channels 2 above those of x and z. In the definition, the signs of channels c and c + 2 differ
-// where bits 0 and 2 of c do. So with the matrix of x and z, y and w give their part of output o as that of o ^ 5, negated
-// if bit 1 of o is set; and the matrix of o is that of o ^ 2. Half of the products would be the same as others.
+// The lower row has channels 2 above those of the upper row. In the definition, the signs of channels c and c + 2 differ
+// where bits 0 and 2 of c do. So with the upper row's matrix, the lower row's part of output o is found as that of
+// o ^ 5, negated if bit 1 of o is set. The matrix of o is that of o ^ 2, so half of the products are enough.
 template <typename T>
 struct QueryRotation {
   uint32_t matrix[2][2];  // B operand of product 0: of each uint4, for words x and y, and for z and w
@@ -116,10 +115,7 @@ struct QueryRotation {
 
   // Returns the largest magnitude of the lane's quarter, not counting NaN.
   __device__ float operator()(float (&y)[QUARTER], const uint4 (&quarter)[2]) const {
-    const auto multiply = [&](float (&sums)[4], int i, int j) {
-      const uint32_t words[] = {quarter[i].x, quarter[i].y, quarter[i].z, quarter[i].w};
-      mma_halves<T>(sums, words, signed_word(i, 0, j), signed_word(i, 1, j));
-    };
+    const auto multiply = [&](float (&sums)[4], int i, int j) { mma_halves<T>(sums, quarter[i], signed_word(i, 0, j), signed_word(i, 1, j)); };
     float first[2][4] = {}, sums[4][4], largest = 0.0f;
 #pragma unroll
     for (int j = 0; j < 2; ++j) multiply(first[j], 0, j);

@@ -29,8 +29,8 @@ struct Restored {
 };
 
 // Normalises and stores the 16 output rows of a warp. TOGETHER: behind one fence, if all boxes of a tile have a buffer.
-// PACKED: rows from row_end on are the next sequence's. A box with such rows is stored row by row, because TMA drops
-// nothing but what is outside of the tensor.
+// PACKED: rows from row_end on are the next sequence's. A box with such rows is stored row by row, because TMA only
+// drops what is outside of the tensor.
 template <typename Scales, int BOXES, bool TOGETHER = true, bool PACKED = false>
 struct StagedOutput {
   const Params& p;
