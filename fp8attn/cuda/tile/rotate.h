@@ -90,10 +90,10 @@ struct KeyRotation {
   }
 };
 
-// Rotates a row of Q. A quad of lanes has one part of it, each lane one quarter. The first operand of a product takes 16
-// bytes of each lane as they come from memory: words 0 and 2 in the upper of two rows, words 1 and 3 in the lower one.
+// Rotates a row of Q. A quad of lanes has one part of it, each lane one quarter. The first operand of a product takes
+// 16 bytes of each lane as they come from memory: words 0 and 2 in the upper of two rows, words 1 and 3 in the lower.
 //
-// The lower row has channels 2 above those of the upper row. In the definition, the signs of channels c and c + 2 differ
+// The lower row has channels 2 above those of the upper row. In the definition, signs of channels c and c + 2 differ
 // where bits 0 and 2 of c do. So with the upper row's matrix, the lower row's part of output o is found as that of
 // o ^ 5, negated if bit 1 of o is set. The matrix of o is that of o ^ 2, so half of the products are enough.
 template <typename T>
@@ -131,7 +131,7 @@ struct QueryRotation {
       for (int i = 0; i < 2; ++i) {
         const float upper = sums[j][i], lower = sums[j ^ 1][3 - i];
         y[4 * j + i] = upper + lower, y[4 * j + 2 + i] = upper - lower;
-        largest = fmaxf(largest, fabsf(upper) + fabsf(lower));
+        largest = fmaxf(largest, fabsf(upper) + fabsf(lower));  // of both
       }
     }
     return largest;
