@@ -187,13 +187,6 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
   }
   constexpr int DIM = C.head_dim;
   using Rows = PagedRows<DIM, GROUPS>;
-  const auto descriptor_of = []<int ROW_BYTES>(std::integral_constant<int, ROW_BYTES>, const uint8_t* operand) {
-    uint32_t address = ptx::shared_address(operand);
-    compute_late(address);
-    return __shfl_sync(~0u, ptx::wgmma_descriptor<ROW_BYTES>(address), 0);  // tells the compiler that it is the warp's
-  };
-  constexpr std::integral_constant<int, KEY_PANEL<DIM>> of_channels;
-  constexpr std::integral_constant<int, KEYS> of_keys;
   Ring<C.stages> ring;
   const auto release = [](uint64_t& barrier) {
     __syncwarp();
@@ -226,13 +219,16 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
       next.next(p);
       shared.tiles[turn ^ 1] = next;
     }
-    const uint64_t first_keys = descriptor_of(of_channels, shared.k[0]), first_values = descriptor_of(of_keys, shared.v[0]);
-    const uint64_t queries = descriptor_of(of_channels, shared.q), probabilities = descriptor_of(of_keys, shared.exchange.p);
+    const auto of_channels = [](const uint8_t* operand) { return ptx::wgmma_descriptor<KEY_PANEL<DIM>>(ptx::shared_address(operand)); };
+    const auto of_keys = [](const uint8_t* operand) { return ptx::wgmma_descriptor<KEYS>(ptx::shared_address(operand)); };
+    const uint64_t first_keys = of_channels(shared.k[0]), first_values = of_keys(shared.v[0]);
+    const uint64_t queries = of_channels(shared.q), probabilities = of_keys(shared.exchange.p);
     Rows rows;
     const int end_of_pages = min(tile.end, tile.blocks.pages);
     int block = tile.begin;
     for (; block < end_of_pages; ++block, ring.advance()) {
-      const int stage = ring.stage;
+      // the shuffle tells the compiler that it is the warp's; else it moves each product's descriptors to uniform registers
+      const int stage = __shfl_sync(~0u, ring.stage, 0);
       bool hidden[GROUPS][2];
       Rows::for_queries([&](int group, int r) { hidden[group][r] = own_page(shared.position[QUERY_GROUP * group + f.column + r]) <= block; });
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);

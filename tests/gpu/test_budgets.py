@@ -150,7 +150,7 @@ def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: General
         assert registers * threads * config.ctas <= REGISTER_FILE, entry
 
 
-MOST_STACK_OF_DECODE = 32
+MOST_STACK_OF_DECODE = 8
 """Bytes of a thread's stack: it keeps what a tile needs beside its blocks."""
 
 
