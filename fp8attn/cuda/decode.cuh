@@ -227,7 +227,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
     const int end_of_pages = min(tile.end, tile.blocks.pages);
     int block = tile.begin;
     for (; block < end_of_pages; ++block, ring.advance()) {
-      // the shuffle tells the compiler that it is the warp's; else it moves each product's descriptors to uniform registers
+      // the shuffle tells the compiler that it is the warp's, which otherwise moves descriptors for each product
       const int stage = __shfl_sync(~0u, ring.stage, 0);
       bool hidden[GROUPS][2];
       Rows::for_queries([&](int group, int r) { hidden[group][r] = own_page(shared.position[QUERY_GROUP * group + f.column + r]) <= block; });
