@@ -247,13 +247,14 @@ __device__ void attend(const Params& p, FusedHeadStorage<C>& shared, int warpgro
   for (int n = 0;; ++n) {
     softmax_step(n);
     float fresh[width / 2];
-    issue_pv<width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[n])));
+    const int block = __shfl_sync(~0u, n, 0);  // tells the compiler that it is the warp's, for descriptors
+    issue_pv<width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[block])));
     prepare(min(n + 1, last));
     ptx::wgmma_wait<0>();
     ptx::wgmma_touch(fresh);
     rescale_and_add(o, alpha, fresh);
     if (n == last) break;
-    issue_qk_of_columns(s, q, shared.k[n + 1]);
+    issue_qk_of_columns(s, q, shared.k[block + 1]);
   }
   m[0] = softmax.m[0], m[1] = softmax.m[1];
 }
