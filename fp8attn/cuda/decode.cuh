@@ -17,6 +17,7 @@
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
+#include "ptx/uniform.h"
 #include "ptx/warpgroup.h"
 #include "tile/paged_parts.h"
 #include "tile/paged_rows.h"
@@ -227,8 +228,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
     const int end_of_pages = min(tile.end, tile.blocks.pages);
     int block = tile.begin;
     for (; block < end_of_pages; ++block, ring.advance()) {
-      // the shuffle tells the compiler that it is the warp's, which otherwise moves descriptors for each product
-      const int stage = __shfl_sync(~0u, ring.stage, 0);
+      const int stage = ptx::uniform(ring.stage);
       bool hidden[GROUPS][2];
       Rows::for_queries([&](int group, int r) { hidden[group][r] = own_page(shared.position[QUERY_GROUP * group + f.column + r]) <= block; });
       ptx::mbarrier_wait(&shared.k_full[stage], ring.phase);

@@ -13,6 +13,7 @@
 #include "launch.h"
 #include "params.h"
 #include "ptx/grid.h"
+#include "ptx/uniform.h"
 #include "ptx/warpgroup.h"
 #include "tile/attend.h"
 #include "tile/key_block.h"
@@ -247,7 +248,7 @@ __device__ void attend(const Params& p, FusedHeadStorage<C>& shared, int warpgro
   for (int n = 0;; ++n) {
     softmax_step(n);
     float fresh[width / 2];
-    const int block = __shfl_sync(~0u, n, 0);  // tells the compiler that it is the warp's, for descriptors
+    const int block = ptx::uniform(n);
     issue_pv<width>(fresh, probabilities, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[block])));
     prepare(min(n + 1, last));
     ptx::wgmma_wait<0>();
@@ -270,7 +271,7 @@ struct HeadTiles {
   const Params& p;
   FusedHeadStorage<C>& shared;
   const Visible visible;
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);
+  const int warpgroup = ptx::uniform(threadIdx.x / 128);
   Queries<C.head_dim, false> queries;
   bool exists;  // whether there is a tile whose queries are loaded
 

@@ -14,6 +14,7 @@
 #include "ptx/cluster.h"
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
+#include "ptx/uniform.h"
 #include "ptx/warpgroup.h"
 #include "tile/attend.h"
 #include "tile/output.h"
@@ -73,7 +74,7 @@ struct Part {
   int rank, warpgroup, pair, split, slice;  // for K, `slice` is also the index of the block
   bool of_keys;
 
-  __device__ explicit Part(const Params& p) : rank(ptx::cluster_rank()), warpgroup(__shfl_sync(~0u, threadIdx.x / 128, 0)) {
+  __device__ explicit Part(const Params& p) : rank(ptx::cluster_rank()), warpgroup(ptx::uniform(threadIdx.x / 128)) {
     const int cluster = blockIdx.x / C.cluster;
     pair = cluster / p.splits, split = cluster % p.splits;
     of_keys = number() < FusedSmallShape<C>::slices;

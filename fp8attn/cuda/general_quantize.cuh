@@ -310,17 +310,17 @@ struct RowBlock {
   float unit;  // the stored scale over the scale of codes
 };
 
-// Rows of a CTA, as its teams have them: a team has every `at_once`-th.
+// Rows of a CTA, which its teams take by turns.
 template <typename T>
 struct TeamRows {
   RowTeam team;
   TeamRotation rotation;
   float mean[CHUNK];
-  int first, at_once;
+  int first, teams;
   const T* from;
 
   __device__ TeamRows(const GeneralQuantizeParams& p, const RowBlock& block)
-      : team(p.head_dim), rotation(p.part, team, p.inverse_part), first(threadIdx.x / team.lanes), at_once(WRITERS / team.lanes) {
+      : team(p.head_dim), rotation(p.part, team, p.inverse_part), first(threadIdx.x / team.lanes), teams(WRITERS / team.lanes) {
     from = static_cast<const T*>(block.from) + first * block.stride + team.channel;
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) mean[i] = block.mean != nullptr && team.has_channels ? block.mean[team.channel + i] : 0.0f;
@@ -332,16 +332,16 @@ struct TeamRows {
     Chunks<T, 16> chunks;
     constexpr int COUNT = chunks.COUNT;
 #pragma unroll 1
-    for (int row = first; row - first < SCALE_BLOCK; row += COUNT * at_once) {
-      chunks.load(from + (row - first) * block.stride, at_once * block.stride, block.aligned,
-                  [&](int i) { return row + i * at_once < block.count && team.has_channels; });
+    for (int row = first; row - first < SCALE_BLOCK; row += COUNT * teams) {
+      chunks.load(from + (row - first) * block.stride, teams * block.stride, block.aligned,
+                  [&](int i) { return row + i * teams < block.count && team.has_channels; });
 #pragma unroll
       for (int i = 0; i < COUNT; ++i) {
-        if (row + i * at_once - first >= SCALE_BLOCK) break;
+        if (row + i * teams - first >= SCALE_BLOCK) break;
         RowChunk chunk(chunks.of[i], rotation, mean);
-        const bool exists = row + i * at_once < block.count;
+        const bool exists = row + i * teams < block.count;
         if (!exists || !team.has_channels) chunk.largest = 0.0f;  // it was a mean
-        use(row + i * at_once, exists, chunk);
+        use(row + i * teams, exists, chunk);
       }
     }
   }

@@ -9,6 +9,7 @@
 #include "block_mask.h"
 #include "hopper_mainloop.h"
 #include "hopper_producer.h"
+#include "ptx/uniform.h"
 
 namespace fp8attn {
 
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
   extern __shared__ __align__(1024) uint8_t bytes[];
   SharedStorage<C>& shared = *reinterpret_cast<SharedStorage<C>*>(bytes);
   const ScheduleOf<C> schedule(p, Shape<C>::tile_rows, C.added && p.mask_batches == 1);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
+  const int warpgroup = ptx::uniform(threadIdx.x / 128);
 
   for (int stage = 0; stage < C.stages; ++stage) write_ones(&shared.v[stage][C.value_dim * KEYS], Shape<C>::threads);
   if (Shape<C>::start_by_product && threadIdx.x < 32) reinterpret_cast<uint32_t*>(shared.side.ones)[threadIdx.x] = ~0u;
@@ -54,7 +55,7 @@ __global__ void __launch_bounds__(Shape<Instance::config>::threads, 1) hopper_fo
 
   if (warpgroup == 0) {
     ptx::registers_decrease<Shape<C>::producer_registers>();
-    const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // without the shuffle, the producer's thread spills
+    const int warp = ptx::uniform(threadIdx.x / 32);  // else the producer's thread spills
     if (warp == 1) {
       if constexpr (Shape<C>::skips_blocks) load_key_metadata<C>(p, shared);
       if constexpr (Shape<C>::mean_by_products) turn_means_back<C, T>(p, shared);

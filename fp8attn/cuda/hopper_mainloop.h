@@ -5,6 +5,7 @@
 #include "ptx/cp_async.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
+#include "ptx/uniform.h"
 #include "ptx/warpgroup.h"
 #include "tile/nonfinite.h"
 #include "tile/quantize.h"
@@ -107,11 +108,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   typename SharedStorage<C>::Added::Slot added;
   auto& scales = shared.scales[consumer];
   Ring<C.stages> ring;
-  // descriptors; the shuffles make them uniform, and keep the compiler from recomputing them for every block
-  const uint64_t first_keys = __shfl_sync(~0u, ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0][0])), 0);
-  const uint64_t first_values = __shfl_sync(~0u, ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])), 0);
-  const uint64_t ones = S::start_by_product ? __shfl_sync(~0u, ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.side.ones)), 0) : 0;
-  const uint64_t first_panel = S::has_first_panel ? __shfl_sync(~0u, ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0])), 0) : 0;
+  const uint64_t first_keys = ptx::uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0][0])));
+  const uint64_t first_values = ptx::uniform(ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])));
+  const uint64_t ones = S::start_by_product ? ptx::uniform(ptx::wgmma_descriptor_of_one(ptx::shared_address(shared.side.ones))) : 0;
+  const uint64_t first_panel = S::has_first_panel ? ptx::uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0]))) : 0;
   typename S::Score scores[KEYS / 2];
   float alpha[2];
   uint32_t probabilities[KEYS / 32][4];

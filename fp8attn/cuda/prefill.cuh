@@ -9,6 +9,7 @@
 #include "prefill_producer.h"
 #include "prefill_rows.h"
 #include "ptx/grid.h"
+#include "ptx/uniform.h"
 
 namespace fp8attn {
 
@@ -22,11 +23,9 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
   const bool elected = threadIdx.x % 32 == 0, leads = threadIdx.x % 128 == 0;
   auto& scales = shared.scales[consumer];
   Ring<C.stages> ring;
-  // descriptors; the shuffles make them uniform, and keep the compiler from recomputing them for every block
-  const auto uniform = [](uint64_t descriptor) { return __shfl_sync(~0u, descriptor, 0); };
-  const uint64_t first_keys = uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0])));
-  const uint64_t first_values = uniform(ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])));
-  const uint64_t codes_of_q = uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0])));
+  const uint64_t first_keys = ptx::uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.k[0])));
+  const uint64_t first_values = ptx::uniform(ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])));
+  const uint64_t codes_of_q = ptx::uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0])));
 
   const auto load_channels = [&](const PagedTile& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
@@ -195,13 +194,13 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       }
       float s[HALF_BLOCK / 2];
       wait_for_keys(ring);
-      issue_half_scores<C, T>(s, shared, consumer, uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.k[ring.stage]))));
+      issue_half_scores<C, T>(s, shared, consumer, ptx::uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.k[ring.stage]))));
       wait_for_values();
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(s);
       free_keys();
       see_own_page(s, range, block, params.left, p.score_scale, f);
-      add_half_block<C, T>(rows, s, uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
+      add_half_block<C, T>(rows, s, ptx::uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
       free_values();
     }
 
@@ -235,7 +234,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
   extern __shared__ __align__(1024) uint8_t bytes[];
   PrefillStorage<C>& shared = *reinterpret_cast<PrefillStorage<C>*>(bytes);
   const PagedTileSchedule schedule(params, S::tile_rows);
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0);  // the shuffle tells the compiler that it is the warp's
+  const int warpgroup = ptx::uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_init(&shared.q_empty[c], 4);

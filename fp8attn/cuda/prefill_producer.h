@@ -5,6 +5,7 @@
 #include "ptx/cp_async.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
+#include "ptx/uniform.h"
 #include "ptx/warpgroup.h"
 #include "tile/pair.h"
 
@@ -151,7 +152,7 @@ template <PrefillConfig C, typename T>
 __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTileSchedule& schedule) {
   using S = PrefillShape<C>;
   const Params& p = params.call;
-  const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  const int warp = ptx::uniform(threadIdx.x / 32);
   Ring<C.stages> ring, taken;
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
     const PagedTile& tile = shared.tiles[round % shared.TILES];

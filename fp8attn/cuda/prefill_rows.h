@@ -2,6 +2,7 @@
 #pragma once
 
 #include "prefill_storage.h"
+#include "ptx/uniform.h"
 #include "tile/page_softmax.h"
 #include "tile/products.h"
 #include "tile/quantize.h"
@@ -132,7 +133,7 @@ __device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>&
 #pragma unroll
   for (int i = 0; i < C.head_dim / 16; ++i) {
     const int panel = i / 4, step = i % 4;
-    const uint64_t q = __shfl_sync(~0u, ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.half_q(consumer, panel))), 0);
+    const uint64_t q = ptx::uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.half_q(consumer, panel))));
     const uint64_t a = ptx::operand_of(q, step, 32), b = ptx::operand_of(ptx::operand_of(k, panel, HALF_BLOCK * HALF_ROW), step, 32);
     if (i == 0)
       Product::template run<false>(s, a, b);

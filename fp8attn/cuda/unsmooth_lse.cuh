@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(LSE_THREADS, Instance::config.ctas) unsmooth_l
   const int batch = head / p.q_heads, q_head = head % p.q_heads, end = min(begin + Instance::config.rows, p.q_length);
   const RowTeam team(p.head_dim);
   const TeamRotation rotation(p.part, team, 1.0f);
-  const int first = threadIdx.x / team.lanes, at_once = LSE_THREADS / team.lanes;
+  const int first = threadIdx.x / team.lanes, teams = LSE_THREADS / team.lanes;
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
   const float* of_keys = p.k_mean + (int64_t(batch) * p.kv_heads + q_head / (p.q_heads / p.kv_heads)) * p.head_dim + team.channel;
@@ -31,9 +31,9 @@ __global__ void __launch_bounds__(LSE_THREADS, Instance::config.ctas) unsmooth_l
   rotation.unrotate(mean);
   const T* from = static_cast<const T*>(p.q) + batch * p.q_strides[0] + q_head * p.q_strides[1] + team.channel;
 #pragma unroll 1
-  for (int row = begin; row < end; row += COUNT * at_once) {
-    rows.load(from + int64_t(row + first) * p.q_strides[2], at_once * p.q_strides[2], p.q_aligned,
-              [&](int i) { return row + first + i * at_once < end && team.has_channels; });
+  for (int row = begin; row < end; row += COUNT * teams) {
+    rows.load(from + int64_t(row + first) * p.q_strides[2], teams * p.q_strides[2], p.q_aligned,
+              [&](int i) { return row + first + i * teams < end && team.has_channels; });
 #pragma unroll
     for (int i = 0; i < COUNT; ++i) {
       float x[CHUNK], sum = 0.0f;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(LSE_THREADS, Instance::config.ctas) unsmooth_l
 #pragma unroll
       for (int j = 0; j < CHUNK; ++j) sum = fmaf(x[j], mean[j], sum);
       sum = team.sum(sum);
-      const int mine = row + first + i * at_once;
+      const int mine = row + first + i * teams;
       const int64_t at = int64_t(head) * p.q_length + mine;
       if (mine < end && team.member == 0) p.out[at] = fmaf(sum, p.softmax_scale, p.lse[at]);
     }

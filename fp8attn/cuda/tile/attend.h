@@ -3,6 +3,7 @@
 
 #include <type_traits>
 
+#include "../ptx/uniform.h"
 #include "../ptx/wgmma.h"
 #include "mask.h"
 #include "schedule.h"
@@ -87,7 +88,7 @@ struct WarpgroupTile {
   // Of the tile's blocks those before `end`. `window`: whether rows have a first key.
   __device__ WarpgroupTile(const Params& p, const Visible& visible, const Tile& its_tile, int number, int end = ALL_BLOCKS, bool window = false)
       : tile(its_tile), consumer(number) {
-    const int row = __shfl_sync(~0u, first_row(), 0);  // the shuffle tells the compiler that it is the warp's
+    const int row = ptx::uniform(first_row());
     seen = row < visible.q_length ? min(visible.blocks(row + ROWS - 1), end) : 1;
     whole = visible.end(row) / KEYS;
     if (!window) return;

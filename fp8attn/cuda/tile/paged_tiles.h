@@ -1,6 +1,7 @@
 // Tiles of the queries of one head whose keys lie in pages, and what their rows see.
 #pragma once
 
+#include "../ptx/uniform.h"
 #include "paged_schedule.h"
 #include "schedule.h"
 
@@ -58,7 +59,7 @@ struct PagedRowRange {
   int begin = 0, seen = 0, edge = 0, whole = 0, first_half = 0, end_half = 0;
 
   __device__ PagedRowRange(const PrefillParams& p, const PagedTile& its_tile, int consumer) : tile(its_tile) {
-    first_row = __shfl_sync(~0u, tile.first_row + consumer * ROWS, 0);  // the shuffle tells the compiler that it is the warp's
+    first_row = ptx::uniform(tile.first_row + consumer * ROWS);
     if (!tile.has_sequence || !tile.is_token(first_row)) return;
     const int last = tile.position(min(first_row + ROWS, tile.count) - 1);
     seen = min(last / KEYS, tile.pages), whole = tile.position(first_row) / KEYS;

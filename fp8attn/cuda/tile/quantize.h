@@ -326,8 +326,8 @@ struct KeyMeanPieces {
 template <int DIM, bool INT8>
 struct Queries {
   static constexpr int team = DIM / QUARTER;
-  static constexpr int at_once = 128 / team;  // rows per round
-  static constexpr int rounds = ROWS / at_once;
+  static constexpr int rows_per_round = 128 / team;
+  static constexpr int rounds = ROWS / rows_per_round;
   static_assert(team % QUARTERS == 0 && rounds % 2 == 0);  // two rounds are multiplied together
   static_assert(team == 2 * rounds);
 
@@ -341,7 +341,7 @@ struct Queries {
   // The round whose row the thread knows of.
   __device__ int known() const { return member() / 2; }
 
-  __device__ int row(uint32_t round) const { return thread / team + round * at_once; }
+  __device__ int row(uint32_t round) const { return thread / team + round * rows_per_round; }
 
   // Loads the rows of `head` from `first` on. Rows outside 0 ... length - 1 are zero. Without a tile, `length` is 0 and
   // `first` may be negative.
@@ -350,7 +350,7 @@ struct Queries {
     asm volatile("" : "+r"(thread), "+l"(stride));  // else addresses are computed before the tile loop, and spilled
     const uint16_t* at = head + int64_t(first + row(0)) * stride + QUARTER * member();
 #pragma unroll
-    for (int i = 0; i < rounds; ++i, at += at_once * stride) {
+    for (int i = 0; i < rounds; ++i, at += rows_per_round * stride) {
       const bool exists = unsigned(first + row(i)) < unsigned(length);
 #pragma unroll
       for (int half = 0; half < 2; ++half) raw[i][half] = exists ? reinterpret_cast<const uint4*>(at)[half] : uint4{};
