@@ -286,11 +286,11 @@ MEAN_MUTANTS = {
 
 MEAN_BY_PRODUCTS_MUTANTS = {
     "of the first head": MEAN_MUTANTS["of the first head"],
-    "without one number": ("tile/quantize.h", "sums[0][0] + sums[0][1]", "sums[0][0]"),
+    "without one number": ("tile/quantize.h", ": sums[0] + sums[1];", ": sums[0];"),
     "without the last number": ("tile/quantize.h", "lane / 4 % 2 == 0 ?", "false ?"),
     "of the first part": ("tile/quantize.h", "mean.first[thread % (16 * PARTS)]", "mean.first[thread % 16]"),
     "of half the channels": ("tile/quantize.h", "raw[i + j][1], words.z, words.w", "raw[i + j][1], words.x, words.y"),
-    "of upper rows": ("tile/quantize.h", "sums[1][2] + sums[1][3]", "sums[1][0] + sums[1][1]"),
+    "of upper rows": ("tile/quantize.h", "? sums[2] + sums[3] :", "? sums[0] + sums[1] :"),
     "of one part": ("tile/quantize.h", "if (PARTS == 2) product +=", "if (PARTS == 3) product +="),
     "of other rows": ("tile/quantize.h", "products[row(i + member())]", "products[row(i)]"),
     "of the tile before": ("hopper_mainloop.h", "(shared.mean.pieces[round % 2], unit", "(shared.mean.pieces[0], unit"),

@@ -404,20 +404,20 @@ struct Queries {
   __device__ void multiply(const KeyMeanPieces<PARTS>& mean, float unit, float (&products)[ROWS]) const {
     static_assert(team == QUARTERS * PARTS);
     const uint4 words = mean.first[thread % (16 * PARTS)], last = mean.last_of(thread % 32);
-    const bool lower = thread % 2;
+    constexpr auto sum = [](float a, float b) { return a + b; };
 #pragma unroll
     for (int i = 0; i < rounds; i += 2) {
-      float sums[2][4] = {};
+      float of_lane[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        mma_halves<T>(sums[j], raw[i + j][0], words.x, words.y);
-        mma_halves<T>(sums[j], raw[i + j][1], words.z, words.w);
-        mma_halves<T>(sums[j], raw[i + j][0], last.x, last.y);
-        mma_halves<T>(sums[j], raw[i + j][1], last.z, last.w);
+        float sums[4] = {};
+        mma_halves<T>(sums, raw[i + j][0], words.x, words.y);
+        mma_halves<T>(sums, raw[i + j][1], words.z, words.w);
+        mma_halves<T>(sums, raw[i + j][0], last.x, last.y);
+        mma_halves<T>(sums, raw[i + j][1], last.z, last.w);
+        of_lane[j] = thread % 2 ? sums[2] + sums[3] : sums[0] + sums[1];
       }
-      // an upper row's lane keeps this round's sum then, and a lower row's lane that of the next round
-      const float kept = lower ? sums[1][2] + sums[1][3] : sums[0][0] + sums[0][1], given = lower ? sums[0][2] + sums[0][3] : sums[1][0] + sums[1][1];
-      float product = kept + __shfl_xor_sync(~0u, given, 1);
+      float product = keep_one(of_lane[0], of_lane[1], thread % 2, 1, sum);
       if (PARTS == 2) product += __shfl_xor_sync(~0u, product, 6);
       if (member() < 2) products[row(i + member())] = product * unit;
     }
