@@ -47,8 +47,8 @@ TOKEN_CHUNK = 512
 LANES = 32
 """Running sums of one program. A lane sums the tokens whose index is congruent to it modulo LANES."""
 
-SAMPLE = 512
-"""Maximum number of tokens that K's mean is taken over."""
+SAMPLE = 128
+"""Maximum number of tokens that K's mean is taken over, in sequences of more than TOKEN_CHUNK tokens."""
 
 LARGEST_BIAS = 2.0**100
 """The score bias (over the softmax scale) is clamped to ± this. An infinite bias would hide its key."""
@@ -124,14 +124,13 @@ def value_mean(v: torch.Tensor) -> torch.Tensor:
 
 
 def sample_step(length: int) -> int:
-    """The sampling period: of this many groups of LANES tokens, one is sampled."""
-    return max(1, -(-length // SAMPLE))
+    """The sampling period: of this many tokens, one is sampled. It is odd, so that all columns of an image are sampled."""
+    return 1 if length <= TOKEN_CHUNK else -(-length // SAMPLE) | 1
 
 
 def sampled_before(position: int, length: int) -> int:
     """Number of sampled tokens before a position, in a sequence of `length` tokens."""
-    stride = sample_step(length) * LANES
-    return position // stride * LANES + min(position % stride, LANES)
+    return -(-position // sample_step(length))
 
 
 def sample_size(length: int) -> int:
@@ -142,35 +141,22 @@ def sample_size(length: int) -> int:
 def key_mean(k: torch.Tensor) -> torch.Tensor:
     """Mean over a sample of the tokens: (B, H, S, D) -> float32 (B, H, D). Non-finite elements count as zeros.
 
-    Softmax doesn't change, whatever constant is subtracted. So a mean known to 4 % of a standard deviation serves as
-    well as the exact one, and k is read only once. The sample is every sample_step-th group of LANES tokens; up to
-    SAMPLE tokens, it is all of them.
+    Softmax doesn't change, whatever constant is subtracted. So a mean known to 9 % of a standard deviation serves as
+    well as the exact one, and k is read only once. The sample is every sample_step-th token; up to TOKEN_CHUNK tokens,
+    it is all of them.
     """
     return mean_of_sample(k_sample(k, 0, k.shape[2]))
 
 
 def k_sample(k: torch.Tensor, first: int, total: int) -> torch.Tensor:
-    """The sampled tokens of a part of k: (B, H, S, D) -> (B, H, N, D).
+    """The sampled tokens of a part of k, a view: (B, H, S, D) -> (B, H, N, D).
 
     Args:
         first: position of the part in its sequence.
         total: tokens of the sequence.
     """
-    period = LANES * sample_step(total)
-    if first % period == 0 and k.shape[2] % period == 0:
-        return k.unflatten(2, (-1, period))[:, :, :, :LANES].flatten(2, 3)
-    # indices are made on the device: to look for them, the host would wait for it
-    sample = torch.arange(sampled_before(first, total), sampled_before(first + k.shape[2], total), device=k.device)
-    return k.index_select(2, sample // LANES * period + sample % LANES - first)
-
-
-def copy_k_sample(k: torch.Tensor, first: int, total: int, into: torch.Tensor) -> None:
-    """`k_sample`, written to a tensor."""
-    period = LANES * sample_step(total)
-    if first % period == 0 and k.shape[2] % period == 0:
-        into.unflatten(2, (-1, LANES)).copy_(k.unflatten(2, (-1, period))[:, :, :, :LANES])
-    else:
-        into.copy_(k_sample(k, first, total))
+    step = sample_step(total)
+    return k[:, :, -first % step :: step]
 
 
 def mean_of_sample(sample: torch.Tensor) -> torch.Tensor:

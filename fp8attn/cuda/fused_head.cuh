@@ -103,11 +103,12 @@ __device__ void measure(const Params& p, FusedHeadStorage<C>& shared, const Mine
 #pragma unroll 1
   for (int i = mine.part; i < token_chunks + 2 * mine.part; i += 2) {
     const bool of_keys = i >= token_chunks;
-    const int first = of_keys ? 0 : i * TOKEN_CHUNK, step = of_keys ? token_chunks * LANES : LANES, count = min(p.kv_length - first, of_keys ? p.kv_length : TOKEN_CHUNK);
+    const int apart = of_keys ? sample_step(p.kv_length) : 1, step = LANES * apart;
+    const int first = (of_keys ? 0 : i * TOKEN_CHUNK) + mine.lane * apart, end = of_keys ? p.kv_length : min(p.kv_length, (i + 1) * TOKEN_CHUNK);
     const int64_t stride = of_keys ? p.k_strides[2] : p.v_strides[2];
-    const T* from = (of_keys ? k : v) + (first + mine.lane) * stride + mine.chunk * 8;
-    const Measured<T, STEPS> measured = {from, step * stride, (count - mine.lane + step - 1) / step, !of_keys};
-    measured(shared.measured.warps[mine.part], shared.measured.found[of_keys ? token_chunks : i], *(of_keys ? &shared.measured.of_keys : &shared.nonfinite[i]), mine);
+    const T* from = (of_keys ? k : v) + first * stride + mine.chunk * 8;
+    const Measured<T, STEPS> measured = {from, step * stride, (end - first + step - 1) / step, !of_keys};
+    measured(shared.measured.warps[mine.part], shared.measured.found[of_keys ? token_chunks : i], *(of_keys ? &shared.measured.of_keys : &shared.nonfinite[i]), mine, [] {});
   }
 }
 
@@ -124,7 +125,7 @@ template <FusedHeadConfig C>
 __device__ void finish_keys(const Params& p, FusedHeadStorage<C>& shared) {
   const int lane = threadIdx.x % 32, token_chunks = token_chunks_of(p);
   const float4 sum = reinterpret_cast<const float4*>(shared.measured.found[token_chunks].sum)[lane % (PART / 4)];
-  const float inverse = inverse_sample_of(p.kv_length, token_chunks);
+  const float inverse = inverse_sample_of(p.kv_length);
   const float4 mean = removable(rotated({__fmul_rn(sum.x, inverse), __fmul_rn(sum.y, inverse), __fmul_rn(sum.z, inverse), __fmul_rn(sum.w, inverse)}));
   if (lane < PART / 4) reinterpret_cast<float4*>(shared.key_mean)[lane] = mean;
 }

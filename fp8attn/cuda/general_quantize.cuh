@@ -168,11 +168,11 @@ __global__ void __launch_bounds__(MEASURERS) general_measure(const __grid_consta
   const int values = grid.token_chunks * grid.value_slices;
   const bool of_keys = item >= values;
   const int token_chunk = of_keys ? 0 : item / grid.value_slices, slice = of_keys ? item - values : item % grid.value_slices;
-  // The sample is one of quantization.sample_step groups of LANES tokens: of as many as there are token chunks.
-  const int64_t step = of_keys ? int64_t(grid.token_chunks) * LANES : LANES;
+  const int apart = of_keys ? sample_step(p.kv_length) : 1;
+  const int64_t step = int64_t(LANES) * apart;
   const int chunk = threadIdx.x % (32 / OF_WARP), warp = threadIdx.x / 32;
   const int lane = warp + threadIdx.x % 32 / (32 / OF_WARP) * MEASURER_WARPS, channel = slice * MEASURED_CHANNELS + chunk * CHUNK;
-  const int first = token_chunk * TOKEN_CHUNK + lane;
+  const int first = token_chunk * TOKEN_CHUNK + lane * apart;
   int tokens = first < p.kv_length ? min(int((p.kv_length - first + step - 1) / step), STEPS) : 0;
   if (channel >= (of_keys ? p.head_dim : p.value_dim)) tokens = 0;
   if (threadIdx.x < STEPS) shared.warps[0].nonfinite[threadIdx.x] = 0;

@@ -66,10 +66,15 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   clear_flags(p, coord);
   ptx::launch_dependents();
   const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
-  Sample<T> sample;
-  if (coord.token_chunk << coord.log_words() < WORDS && threadIdx.x < LANES << coord.log_words()) sample.load(p, coord, k, threadIdx.x);
-  mine.load(shared.tile.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
-  measure_keys<C, T>(p, shared, coord, k, sample);
+  const auto load_values = [&] { mine.load(shared.tile.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count); };
+  if (coord.token_chunks == 1) {
+    measure_all_keys<C, T>(p, shared, coord, k, mine, load_values);
+  } else {
+    Sample<T> sample;
+    if (threadIdx.x < Sample<T>::parts(coord)) sample.load(p, coord, k);
+    load_values();
+    measure_sampled_keys<C, T>(p, shared, coord, sample);
+  }
   measure_values<C, T>(shared, coord, mine);
   __syncwarp();
   ptx::cluster_wait();  // all CTAs of the cluster have started, so that stores to them are allowed
@@ -88,14 +93,17 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
 
   __syncthreads();
 
-  // Its coordinates again, computed here: else registers hold them while V is written, and one is spilled.
-  int cta = blockIdx.x;
-  asm volatile("" : "+r"(cta));
-  const ClusterCoord of_keys(p, cta);
-  const auto first_key = [&] { return slice_of<T>(p.k, p.k_strides, of_keys) + of_keys.first * p.k_strides[2] - of_keys.slice * CHANNELS; };
+  // Its coordinates again, computed where they are needed: else registers hold them, and some are spilled.
+  const auto again = [&] {
+    int cta = blockIdx.x;
+    asm volatile("" : "+r"(cta));
+    return ClusterCoord(p, cta);
+  };
+  const auto first_key = [&](const ClusterCoord& of) { return slice_of<T>(p.k, p.k_strides, of) + of.first * p.k_strides[2] - of.slice * CHANNELS; };
+  const ClusterCoord of_keys = again();
   Keys<T> keys(KeyPart(p.head_dim / CHANNELS, of_keys.slice));
-  keys.load(shared.tile.tile, first_key(), p.k_strides[2], of_keys.count);
-  write_key_parts<INT8, T>(p, shared.tile, of_keys, keys, first_key);
+  keys.load(shared.tile.tile, first_key(of_keys), p.k_strides[2], of_keys.count);
+  write_key_parts<INT8, T>(p, shared.tile, of_keys, keys, [&] { return first_key(again()); });
   say_done(p, of_keys);
 }
 

@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __gr
   if (threadIdx.x < BLOCKS) shared.nonfinite[threadIdx.x] = {};
   __syncthreads();
   const Mine mine;
-  // quantization.sample_step, the number of token chunks: one of that many groups of LANES tokens is sampled
-  const int step = is_sample ? coord.token_chunks * LANES : LANES, count = is_sample ? coord.length : coord.count;
+  const int apart = is_sample ? sample_step(coord.length) : 1, first = mine.lane * apart, step = LANES * apart;
+  const int count = is_sample ? coord.length : coord.count;
   const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
   const int64_t stride = is_sample ? p.k_strides[2] : p.v_strides[2];
-  const Measured<T, STEPS / 2> measured = {from + mine.lane * stride + mine.chunk * 8, step * stride, (count - mine.lane + step - 1) / step, !is_sample};
-  measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
+  const Measured<T, STEPS / 2> measured = {from + first * stride + mine.chunk * 8, step * stride, (count - first + step - 1) / step, !is_sample};
+  measured(shared.warps, shared.token_chunk, shared.nonfinite, mine, [] {});
   const int channel = threadIdx.x;
   if (is_sample) {
     if (channel < CHANNELS) p.k_mean[coord.channel() + channel] = __fmul_rn(shared.token_chunk.sum[channel], coord.inverse_sample(p));

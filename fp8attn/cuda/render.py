@@ -57,6 +57,7 @@ CONSTANTS: dict[str, int | float] = {
     "CAP_LARGEST_ORIGIN": reference.CAP_LARGEST_ORIGIN,
     "LANES": quantize_ref.LANES,
     "TOKEN_CHUNK": quantize_ref.TOKEN_CHUNK,
+    "SAMPLE": quantize_ref.SAMPLE,
     "GROUP": layout.GROUP,
     "TILE_PITCH": schedule.TILE_PITCH,
     "MOST_PARTS": schedule.MOST_PARTS,

@@ -16,7 +16,7 @@ from ..quantization import (
     PartialStatistics,
     Statistics,
     chunk_statistics,
-    copy_k_sample,
+    k_sample,
     quantize_kv,
     quantize_q,
     row_scales,
@@ -187,7 +187,7 @@ def measured(k: torch.Tensor, v: torch.Tensor, spans: Spans, total: int, form: F
     if form.recipe.smooth_k:
         counts, _ = _counts(True, spans, total)
         for span, keys, into in zip(spans, k.split(lengths, 2), sample.split(counts, 2), strict=True):
-            copy_k_sample(keys, span.first, total, into)
+            into.copy_(k_sample(keys, span.first, total))
     if all(length % TOKEN_CHUNK == 0 for length in lengths[:-1]):
         return buffer, _measure(k, v, (sums, extremes), form)
     _, chunks = _counts(True, spans, total)

@@ -96,7 +96,7 @@ def gather_kernel(
                 first, length = spans_of(cu_seqlens, seqused, pair // kv_heads, kv_length, pair < kv_pairs)
                 base += first.to(tl.int64) * k_strides[2]
                 sample_step, inverse_sample_size = sample_of(length)
-            mean = sample_mean(base, sample_step, k_strides[2], length, inverse_sample_size, C.k_dim, C.widths[1], C.part, 4)
+            mean = sample_mean(base, sample_step, k_strides[2], length, inverse_sample_size, C.k_dim, C.widths[1], C.part)
             store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
     else:
         if C.q_dim > 0:
@@ -258,7 +258,7 @@ def small_keys(
     v += batch * v_strides[0] + head * v_strides[1]
     shift = 0.0
     if C.smooth_k:
-        mean = sample_mean(k, sample_step, k_strides[2], length, inverse_sample_size, C.k_dim, C.widths[1], C.part, GROUPS_PER_LOAD)
+        mean = sample_mean(k, sample_step, k_strides[2], length, inverse_sample_size, C.k_dim, C.widths[1], C.part)
         if block == 0:
             store_vector(k_mean + pair * C.k_dim, mean, C.k_dim)
         shift = mean[None, :]

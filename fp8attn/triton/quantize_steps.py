@@ -200,11 +200,10 @@ def sum_lanes(total):
 
 @triton.jit
 def sum_token_chunk(
-    base, first, step, stride, length,
+    base, first, stride, length,
     DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, EXTREMES: tl.constexpr, CAREFUL: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Sums, minima and maxima by lane and channel, (LANES, WIDTH), over TOKEN_CHUNK tokens: groups of LANES tokens,
-    `step` tokens apart.
+    """Sums, minima and maxima by lane and channel, (LANES, WIDTH), over TOKEN_CHUNK tokens.
 
     CAREFUL: only finite elements count, and rows may lie past the end.
     """
@@ -212,7 +211,7 @@ def sum_token_chunk(
     low = tl.full([LANES, WIDTH], float("inf"), tl.float32)
     high = tl.full([LANES, WIDTH], -float("inf"), tl.float32)
     for i in tl.range(0, TOKEN_CHUNK // LANES, loop_unroll_factor=UNROLL):
-        rows = first + i * step + tl.arange(0, LANES)
+        rows = first + i * LANES + tl.arange(0, LANES)
         x = load_tile(base, rows, stride, length, DIM, WIDTH, CAREFUL, False, PART)
         if CAREFUL:
             counts = is_finite(x) & (rows < length)[:, None]
@@ -241,11 +240,11 @@ def token_chunk_statistics(base, token_chunk, stride, length, DIM: tl.constexpr,
     careful = 1
     first = token_chunk * TOKEN_CHUNK
     if first + TOKEN_CHUNK <= length:
-        total, low, high = sum_token_chunk(base, first, LANES, stride, length, DIM, WIDTH, PART, True, False, UNROLL)
+        total, low, high = sum_token_chunk(base, first, stride, length, DIM, WIDTH, PART, True, False, UNROLL)
         # a non-finite element makes the sum non-finite
         careful = tl.max(tl.where(is_finite(total), 0, 1))
     if careful == 1:
-        total, low, high = sum_token_chunk(base, first, LANES, stride, length, DIM, WIDTH, PART, True, True, UNROLL if UNROLL < 4 else 4)
+        total, low, high = sum_token_chunk(base, first, stride, length, DIM, WIDTH, PART, True, True, UNROLL if UNROLL < 4 else 4)
     return sum_lanes(total), tl.min(low, 0), tl.max(high, 0), careful
 
 
@@ -270,16 +269,14 @@ def removable(mean):
 
 
 @triton.jit
-def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr, UNROLL: tl.constexpr):
+def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     """The mean that is removed from one head's k, (WIDTH,): quantization.key_mean, rotated in parts of PART
     channels."""
     total = tl.zeros([LANES, WIDTH], tl.float32)
-    careful = 1
-    if (TOKEN_CHUNK - LANES) * step + LANES <= length:
-        total, _, _ = sum_token_chunk(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, False, UNROLL)
-        careful = tl.max(tl.where(is_finite(total), 0, 1))
-    if careful == 1:
-        total, _, _ = sum_token_chunk(base, 0, step * LANES, stride, length, DIM, WIDTH, 0, False, True, 4)
+    for i in tl.range(0, tl.cdiv(length, step * LANES), loop_unroll_factor=4):
+        rows = (i * LANES + tl.arange(0, LANES)) * step
+        x = load_tile(base, rows, stride, length, DIM, WIDTH, True, False)
+        total += tl.where(is_finite(x), x, 0.0)
     mean = sum_lanes(total) * inverse_size
     if PART > 0:
         mean = tl.reshape(rotated(mean[None, :], PART), (WIDTH,))
@@ -557,6 +554,5 @@ def inverse_of(count):
 @triton.jit
 def sample_of(length):
     """quantization.sample_step, and the inverse of quantization.sample_size."""
-    step = tl.maximum(tl.cdiv(length, SAMPLE), 1)
-    size = length // (step * LANES) * LANES + tl.minimum(length % (step * LANES), LANES)
-    return step, inverse_of(size)
+    step = tl.where(length <= TOKEN_CHUNK, 1, tl.cdiv(length, SAMPLE) | 1)
+    return step, inverse_of(tl.cdiv(length, step))

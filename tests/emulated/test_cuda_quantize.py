@@ -23,7 +23,7 @@ from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
-from fp8attn.quantization import TOKEN_CHUNK, chunk_shapes, chunk_statistics, partial_statistics, quantize_kv, sample_size, statistics
+from fp8attn.quantization import TOKEN_CHUNK, chunk_shapes, chunk_statistics, partial_statistics, quantize_kv, sample_size, sample_step, statistics
 from fp8attn.quantization import quantize as quantize_all
 from fp8attn.recipe import E4M3, FUSED_RECIPES, ProductType
 from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
@@ -201,8 +201,10 @@ def not_finite(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device 
     """Of K a NaN and infinities in the sample and outside of it; of V in tokens of several token_chunks and slices, a channel, the last token."""
     k, v = normal(shape, dtype, device)
     length, dim = shape[2:]
-    k[0, 0, 3, 5], k[0, 0, 99, 7], k[0, 0, TOKEN_CHUNK, dim - 1], k[0, -1, length - 1, 0] = torch.nan, torch.inf, -torch.inf, torch.inf
-    v[0, 0, 7, 3], v[0, 0, TOKEN_CHUNK + 70, dim - 2], v[0, -1, length - 1, dim - 1], v[-1, -1, :, 9] = torch.inf, torch.nan, -torch.inf, torch.nan
+    sampled, later = sample_step(length), min(TOKEN_CHUNK + 70, length - 2)
+    k[0, 0, 3, 5], k[0, 0, sampled, 7], k[0, 0, later, dim - 1], k[0, -1, length - 1, 0] = torch.nan, torch.inf, -torch.inf, torch.inf
+    k[0, -1, 0, 9] = torch.nan
+    v[0, 0, 7, 3], v[0, 0, later, dim - 2], v[0, -1, length - 1, dim - 1], v[-1, -1, :, 9] = torch.inf, torch.nan, -torch.inf, torch.nan
     v[-1, 0, 200] = torch.nan
     return k, v
 
@@ -399,12 +401,15 @@ def test_reads_nothing_behind_its_tensors() -> None:
 
 SYNCS = {
     "the cluster is there": ("  ptx::cluster_wait();", "  "),
-    "sums of the sample": ("  __syncthreads();\n  if (threadIdx.x >= 2 * words) return;", "  if (threadIdx.x >= 2 * words) return;"),
+    "sums of the sample": ("  __syncthreads();\n  if (thread >= channels) return;", "  if (thread >= channels) return;"),
+    "keys that aren't finite, of one token chunk": ("  if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens\n", ""),
     "the sample lay there": ("  __syncthreads();  // `warps` overlaps `sampled`, which has been read\n", ""),
     "moments of all warps": ("  mine.sync();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
     "what there is to tell": ("  mine.sync();\n}\n\n// Measures V's tile", "}\n\n// Measures V's tile"),
     "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
     "shifts of all channels": ("/ 32, threadIdx.x % 32);\n  __syncthreads();\n", "/ 32, threadIdx.x % 32);\n"),
+    "tokens before their codes": ("    __syncwarp();  // the warp has read the group\n", ""),
+    "codes of all runs": ("  __syncwarp();\n  const int first = threadIdx.x % 32 * GROUP;", "  const int first = threadIdx.x % 32 * GROUP;"),
     "values before keys": ("  __syncthreads();\n\n  // Its coordinates", "  // Its coordinates"),
     "magnitudes of all warps": ("  __syncthreads();\n}\n\n// Stores the scales", "}\n\n// Stores the scales"),
     "magnitudes of all slices": ("shared.of_warps[warp][n + slice]", "shared.of_warps[warp][n]"),
@@ -420,7 +425,7 @@ SYNCS = {
     "copies of a token chunk's values": ("    ptx::cp_async_wait_but<0>();\n    __syncthreads();", "    __syncthreads();"),
     "a token chunk's values that aren't finite": ("      mine.write_nan<T>(shared.tile);\n      __syncthreads();", "      __syncthreads();"),
     "what a token chunk's keys are written by": ("    __syncthreads();\n    write_key_parts", "    write_key_parts"),
-    "the tokens of the sample": ("is_sample ? coord.token_chunks * LANES : LANES", "LANES"),
+    "the tokens of the sample": ("is_sample ? sample_step(coord.length) : 1", "1"),
     "finite values of a token chunk": ("found.add_finite(at(i), bad);", "found.add_finite(at(i), uint4{});"),
     "marks of a token chunk's tokens": ("if (any(bad)) atomicOr", "if (false) atomicOr"),
     "more token chunks than lanes": ("const int chunk = i + group + j;", "const int chunk = group + j;"),
@@ -447,10 +452,10 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
     quantizer = by(emulation.quantizer((file_of(name), *SYNCS[name])))
 
     def check_several() -> None:
-        for length, dim in (*((n, 128) for n in range(1900, 1908)), *((n, 256) for n in range(2049, 2053)), (20_000, 64), (700, 192)):
+        for length, dim in (*((n, 128) for n in range(1900, 1908)), *((n, 256) for n in range(2049, 2053)), (20_000, 64), (700, 192), (300, 128)):
             k, v = not_finite((1, 2, length, dim), torch.bfloat16)
             check_rounded(quantizer, wide((1, 2, length, dim))[0], v, 0.01)
-            if name in ("rows that don't exist", "keys that aren't finite"):
+            if name == "rows that don't exist" or "keys that aren't finite" in name:
                 check(quantizer, 40 + k, v)  # whose mean is larger than what is left of any
             if "int8" in name:
                 check(quantizer, k, v, "int8")

@@ -351,7 +351,7 @@ MUTANTS = {
     "finite elements": ("general_quantize.cuh", "  if (!found.are_finite()) {", "  if (false) {"),
     "a sum that overflowed": ("general_quantize.cuh", "    found = {};\n", ""),
     "more token chunks than lanes": ("general_quantize.cuh", "sums[i] += more.sum[mine]", "sums[i] = more.sum[mine]"),
-    "the sample": ("general_quantize.cuh", "int64_t(grid.token_chunks) * LANES : LANES", "LANES : LANES"),
+    "the sample": ("general_quantize.cuh", "of_keys ? sample_step(p.kv_length) : 1", "1"),
     "rows that don't exist": ("general_quantize.cuh", "if (!exists || !team.has_channels) chunk.largest = 0.0f;", ""),
     "tokens that don't exist": ("general_quantize.cuh", ": float2{NAN, NAN}", ": float2{}"),
     "feedback": ("general_quantize.cuh", "p.kv_length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "FEEDBACK"),

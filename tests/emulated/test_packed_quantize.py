@@ -213,7 +213,7 @@ MUTANTS = {
         "(coord.length + KEYS - 1) / KEYS * KEYS + KEYS;",
     ),
     "tokens of the mean": ("tile/token_chunk.h", "__fdiv_rn(1.0f, max(length, 1))", "__fdiv_rn(1.0f, p.length)"),
-    "tokens of the sample": ("tile/token_chunk.h", "length / step * LANES + min(length % step, LANES)", "length"),
+    "tokens of the sample": ("tile/quantize.h", "(length + step - 1) / step", "length"),
     "feedback of short sequences": ("tile/token_chunk_values.h", "coord.length > TOKEN_CHUNK", "p.length > TOKEN_CHUNK"),
     "more sequences than lanes": ("tile/packed.h", "first += chosen, left -= chosen;", "first = chosen, left -= chosen;"),
     "means of empty sequences": ("quantize_long.cuh", "!PACKED || coord.exists() ? removable", "true ? removable"),

@@ -14,6 +14,15 @@ constexpr int STEPS = TOKEN_CHUNK / LANES;
 constexpr int SLICE = 16;  // channels of K or V per warpgroup of the fused small kernel
 constexpr int QUADS = SLICE / 4;
 
+// quantization.sample_step
+__device__ inline int sample_step(int length) { return length <= TOKEN_CHUNK ? 1 : (length + SAMPLE - 1) / SAMPLE | 1; }
+
+// 1 / quantization.sample_size
+__device__ inline float inverse_sample_of(int length) {
+  const int step = sample_step(length);
+  return __fdiv_rn(1.0f, (length + step - 1) / step);
+}
+
 // Sum in the order of quantization.lane_sum.
 template <int N>
 __device__ float halving_sum(const float (&lanes)[N]) {

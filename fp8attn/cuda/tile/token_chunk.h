@@ -69,9 +69,8 @@ struct alignas(128) QuantizeStorage {
       Moments warps[WARPS];
       Moments token_chunks[C.token_chunks];  // received from all token chunks
     } values;
-    // Sums of sampled keys: (LANES, the channels whose mean of K this CTA computes). With one token chunk these are all
-    // channels of the slice.
-    float sampled[LANES * CHANNELS];
+    // Sums of sampled keys of several token chunks: (LANES, the channels whose mean of K this CTA computes).
+    float sampled[LANES * CHANNELS / 2];
   };
   // sent to CTAs of the cluster
   struct {
@@ -86,8 +85,7 @@ template <QuantizeConfig C>
   requires IS_LONG<C>
 struct QuantizeStorage<C> : TileStorage {};
 
-// With two token chunks or more, `sampled` stays within `warps`. It must not overlap `token_chunks`, into which other
-// CTAs may already store.
+// `sampled` must not overlap `token_chunks`, into which other CTAs may already store.
 static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 
 // Where one of packed sequences lies.
@@ -98,13 +96,6 @@ struct PackedSequence {
     if (p.seqused != nullptr) length = min(max(__ldcg(p.seqused + sequence), 0), length);
   }
 };
-
-// 1 / quantization.sample_size of a head with so many tokens. quantization.sample_step is the number of token chunks:
-// one of that many groups of LANES tokens is sampled.
-__device__ inline float inverse_sample_of(int length, int token_chunks) {
-  const int step = token_chunks * LANES;
-  return __fdiv_rn(1.0f, length / step * LANES + min(length % step, LANES));
-}
 
 // Coordinates of a CTA in its head, and the head.
 struct ClusterCoord {
@@ -156,7 +147,7 @@ struct ClusterCoord {
   // 1 / quantization.sample_size
   __device__ float inverse_sample(const QuantizeParams& p) const {
     if (!packed) return p.inverse_sample;
-    return inverse_sample_of(length, token_chunks);
+    return inverse_sample_of(length);
   }
 
   // Of the head's cluster: the rank of a CTA, and whether there is only one.
@@ -205,7 +196,7 @@ __device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const C
 
 // Swizzle: the position of a chunk in a token of V's run `run`. Then neither the 8 chunks of a token nor the same chunk
 // of 8 runs have bank conflicts. For K, every token counts as a run.
-__device__ inline int chunk_at(int run, int chunk) { return chunk ^ run % CHUNKS; }
+__device__ inline uint32_t chunk_at(uint32_t run, uint32_t chunk) { return chunk ^ run % CHUNKS; }
 
 __device__ inline bool any(uint4 words) { return (words.x | words.y | words.z | words.w) != 0; }
 

@@ -3,57 +3,82 @@
 
 #include "../ptx/ldmatrix.h"
 #include "token_chunk.h"
+#include "token_chunk_values.h"
 
 namespace fp8attn {
 
-// One item of the sample of K: one word of the tokens of one lane. The items of a CTA are its pairs of lane and word.
+// A thread's part of the sample of K, of heads of several token chunks: four channels of the tokens of one lane. A CTA
+// has at most one part for each thread.
 template <typename T>
 struct Sample {
-  uint32_t raw[STEPS];
+  static constexpr int LOADS = SAMPLE / LANES;
+  uint2 raw[LOADS];
 
-  // `k`: the head's first token, at the slice's first channel.
-  __device__ void load(const QuantizeParams& p, const ClusterCoord& coord, const T* k, int item) {
-    const int words = 1 << coord.log_words(), lane = item / words;
-    // quantization.sample_step, the number of token chunks: one of that many groups of LANES tokens is sampled
-    const int64_t step = coord.token_chunks * LANES;
-    const T* from = k + 2 * (coord.token_chunk * words + item % words) + lane * p.k_strides[2];
-#pragma unroll
-    for (int i = 0; i < STEPS; ++i, from += step * p.k_strides[2]) raw[i] = i * int(step) + lane < coord.length ? *reinterpret_cast<const uint32_t*>(from) : 0;
+  // How many parts the CTA has: none if it has no channels of the mean.
+  __device__ static int parts(const ClusterCoord& coord) {
+    const int words = 1 << coord.log_words();
+    return coord.token_chunk * words < WORDS ? LANES * words / 2 : 0;
   }
 
-  __device__ float2 sum() const {
-    float2 found = {0.0f, 0.0f};
+  // `k`: the head's first token, at the slice's first channel.
+  __device__ void load(const QuantizeParams& p, const ClusterCoord& coord, const T* k) {
+    const int words = 1 << coord.log_words(), lane = threadIdx.x / (words / 2), apart = sample_step(coord.length);
+    const T* from = k + 2 * coord.token_chunk * words + threadIdx.x % (words / 2) * 4;
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i) {
-      const float2 x = Pair<T>::floats(raw[i]);
-      found.x += x.x, found.y += x.y;
+    for (int i = 0; i < LOADS; ++i) {
+      const int token = (LANES * i + lane) * apart;
+      raw[i] = token < coord.length ? *reinterpret_cast<const uint2*>(from + token * p.k_strides[2]) : uint2{};
+    }
+  }
+
+  __device__ float4 sum() const {
+    float4 found = {};
+#pragma unroll
+    for (int i = 0; i < LOADS; ++i) {
+      const float2 a = Pair<T>::floats(raw[i].x), b = Pair<T>::floats(raw[i].y);
+      found.x += a.x, found.y += a.y, found.z += b.x, found.w += b.y;
     }
     return found;
   }
 };
 
-// The sampled mean of this CTA's words, if it has any. `sample`: the thread's first item, already loaded.
+// The slice's mean of K, of heads of one token chunk, of which the sample has all tokens. meanwhile() is called when
+// loads are in flight.
+template <QuantizeConfig C, typename T, typename Meanwhile>
+__device__ void measure_all_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, const Mine& mine, Meanwhile&& meanwhile) {
+  const int thread = threadIdx.x;
+  const Measured<T, STEPS / 2> measured = {k + mine.lane * p.k_strides[2] + mine.chunk * 8, LANES * p.k_strides[2], (coord.length - mine.lane + LANES - 1) / LANES, false};
+  measured(shared.values.warps, shared.own.token_chunk, shared.own.nonfinite, mine, meanwhile);
+  if (thread < CHANNELS) shared.own.key_mean[thread] = __fmul_rn(shared.own.token_chunk.sum[thread], coord.inverse_sample(p));
+  if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens
+  __syncthreads();
+}
+
+// This CTA's channels of the sampled mean of K, if it has any, of heads of several token chunks. `sample`: already
+// loaded.
 template <QuantizeConfig C, typename T>
-__device__ void measure_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, Sample<T>& sample) {
-  const int words = 1 << coord.log_words(), first = coord.token_chunk * words;
-  if (first >= WORDS) return;
-#pragma unroll 1
-  for (int item = threadIdx.x; item < LANES * words; item += THREADS) {
-    if (item >= THREADS) sample.load(p, coord, k, item);
-    float2 sum = sample.sum();
-    if (!is_finite(sum.x) || !is_finite(sum.y)) {
+__device__ void measure_sampled_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, Sample<T>& sample) {
+  const int thread = threadIdx.x;
+  const int parts = Sample<T>::parts(coord), channels = 4 * parts / LANES;
+  if (parts == 0) return;
+  if (thread < parts) {
+    float4 sum = sample.sum();
+    if (!is_finite(sum.x) || !is_finite(sum.y) || !is_finite(sum.z) || !is_finite(sum.w)) {
 #pragma unroll
-      for (int i = 0; i < STEPS; ++i) sample.raw[i] &= ~not_finite<T>(sample.raw[i]);
+      for (uint2& words : sample.raw) {
+        const uint2 bad = not_finite<T>(words);
+        words = {words.x & ~bad.x, words.y & ~bad.y};
+      }
       sum = sample.sum();
     }
-    reinterpret_cast<float2*>(shared.sampled)[item] = sum;
+    reinterpret_cast<float4*>(shared.sampled)[thread] = sum;
   }
   __syncthreads();
-  if (threadIdx.x >= 2 * words) return;
+  if (thread >= channels) return;
   float sum[LANES];
 #pragma unroll
-  for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * 2 * words + threadIdx.x];
-  shared.own.key_mean[threadIdx.x] = __fmul_rn(halving_sum(sum), coord.inverse_sample(p));
+  for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * channels + thread];
+  shared.own.key_mean[thread] = __fmul_rn(halving_sum(sum), coord.inverse_sample(p));
 }
 
 // Rotates a slice of K's mean, in one warp. A lane has four channels; 16 lanes have all of them. Every CTA of a cluster
@@ -91,11 +116,11 @@ struct KeyPart {
 // channels of every quarter of these two.
 template <typename T>
 struct Keys {
-  static constexpr int distance = 8;           // between the two rows of a quad
+  static constexpr int distance = 8;               // between the two rows of a quad
   static constexpr int copied_rows = 32 / CHUNKS;  // that a warp copies together
   const KeyRotation<T, true> rotation = KeyRotation<T, true>(threadIdx.x);
   KeyPart part;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
+  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32, column = lane % 4 * 4;
 
   __device__ explicit Keys(KeyPart part) : part(part) {}
 
@@ -103,28 +128,31 @@ struct Keys {
   __device__ int row() const { return warp * 16 + lane / 4; }
 
   // Neither the 8 chunks of a row nor the same chunk of 8 adjacent rows have bank conflicts.
-  __device__ static uint4& chunk_of(TokenChunkTile& tile, int row, int chunk) { return reinterpret_cast<uint4*>(tile[row])[chunk_at(row, chunk)]; }
+  __device__ static uint4& chunk_of(TokenChunkTile& tile, uint32_t row, uint32_t chunk) { return reinterpret_cast<uint4*>(tile[row])[chunk_at(row, chunk)]; }
 
   // Calls f(row, chunk) for every chunk of a group that this thread copies.
   template <typename F>
   __device__ void for_chunks(F&& f) const {
 #pragma unroll
-    for (int i = 0; i < 16; i += copied_rows) f(warp * 16 + lane / CHUNKS + i, lane % CHUNKS);
+    for (int i = 0; i < 16; i += copied_rows) f(int(warp * 16 + lane / CHUNKS) + i, int(lane % CHUNKS));
   }
 
   // `keys`: the token chunk's first token, at the head's first channel. Tokens from `count` on are zero. Every group is
   // one group of copies.
   __device__ void load(TokenChunkTile& tile, const T* keys, int64_t stride, int count) const {
-    keys += (warp * 16 + lane / CHUNKS) * stride + lane % CHUNKS * 8;
+    asm volatile("" : "+l"(stride));  // else registers hold what a second part needs of it, and some are spilled
+    const int row = warp * 16 + lane / CHUNKS, first = part.first_block * KEYS + row;
+    const T* of_block = keys + first * stride + lane % CHUNKS * 8;
+    uint4* const to = reinterpret_cast<uint4*>(tile[row]);
+    const uint32_t chunk = lane % CHUNKS ^ lane / CHUNKS;  // of the first row that the thread copies
+    int left = count - first;
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n) {
       if (n < part.groups()) {
-        const int first = part.block_of(n) * KEYS;
-        const T* from = keys + first * stride + part.slice_of(n) * CHANNELS;
-        for_chunks([&](int row, int chunk) {
-          ptx::cp_async_16(&chunk_of(tile, n * KEYS + row, chunk), from, first + row < count);
-          from += copied_rows * stride;
-        });
+        const T* from = of_block + part.slice_of(n) * CHANNELS;
+#pragma unroll
+        for (int i = 0; i < 16; i += copied_rows, from += copied_rows * stride) ptx::cp_async_16(to + (n * KEYS + i) * CHUNKS + (chunk ^ i % CHUNKS), from, i < left);
+        if (part.slice_of(n + 1) == 0) of_block += KEYS * stride, left -= KEYS;
       }
       ptx::cp_async_commit();
     }
@@ -144,6 +172,7 @@ struct Keys {
 
   // Non-finite elements of the warp's rows of group n become NaN.
   __device__ void write_nan(TokenChunkTile& tile, int n) const {
+    asm volatile("" : "+r"(n));  // addresses aren't computed before it is known that there are any
     __syncwarp();
     for_chunks([&](int row, int chunk) {
       uint4& words = chunk_of(tile, n * KEYS + row, chunk);

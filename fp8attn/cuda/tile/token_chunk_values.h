@@ -185,14 +185,16 @@ struct Measured {
   int count;       // of STEPS tokens, the others don't exist
   bool of_values;  // whether anybody asks for extremes
 
-  // Measures a slice. Non-finite tokens go to `nonfinite`.
-  __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine) const {
+  // Measures a slice. Non-finite tokens go to `nonfinite`. meanwhile() is called when the first loads are in flight.
+  template <typename Meanwhile>
+  __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine, Meanwhile&& meanwhile) const {
     ChunkMoments<T> found;
 #pragma unroll 1
     for (int first = 0; first < STEPS && __any_sync(~0u, first < count); first += LOADS) {
       uint4 words[LOADS];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
+      if (first == 0) meanwhile();
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) found.add_to_sums(words[i]);
       if (!of_values) continue;
@@ -260,20 +262,24 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
 
 // Writes V's codes, transposed, with keys in the order of layout.key_of_slot. A warp has one chunk of channels. A
 // thread has one word of that chunk and the tokens of one run. The codes of a group of tokens are 16 bytes of each
-// channel. CAREFUL: some tokens are non-finite or don't exist.
+// channel. They wait in the tile, where the warp had these tokens, so that all codes of a channel are stored at once.
+// CAREFUL: some tokens are non-finite or don't exist.
 template <bool CAREFUL, typename T>
-__device__ void write_values(const QuantizeParams& p, const TileStorage& shared, const ClusterCoord& coord) {
-  static_assert(TOKEN_CHUNK == 8 * RUN);
+__device__ void write_values(const QuantizeParams& p, TileStorage& shared, const ClusterCoord& coord) {
+  constexpr int CODED = 8;  // channels of a warp
+  static_assert(TOKEN_CHUNK == 8 * RUN && TOKEN_CHUNK == 32 * GROUP && GROUP >= CODED);
   const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
   const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
   const __half2 gain = __half2half2(__float2half(coord.length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
-  uint8_t* to = p.v_data + (coord.data_channel() + channel) * p.padded + coord.first_page * KEYS + coord.first;
   const int padded = (coord.length + KEYS - 1) / KEYS * KEYS;
+  // the codes of a channel of the warp and of the group that has this token
+  const auto codes_at = [&](int its_channel, int token) -> uint4& {
+    return reinterpret_cast<uint4*>(shared.tile[token / GROUP * GROUP + its_channel])[chunk_at(token / RUN, chunk)];
+  };
   Feedback feedback;
 #pragma unroll 1
   for (int first = run * RUN; first < (run + 1) * RUN; first += GROUP) {
-    if (CAREFUL && coord.first + first >= padded) break;
     const auto number = [&](int i) -> float2 {
       const int token = first + i;
       const float2 y = Pair<T>::floats(shared.tile[token][column]);
@@ -286,9 +292,16 @@ __device__ void write_values(const QuantizeParams& p, const TileStorage& shared,
     };
     uint4 of_channel[2];
     encode_group(feedback, gain, number, of_channel);
+    __syncwarp();  // the warp has read the group
 #pragma unroll
-    for (int c = 0; c < 2; ++c) *reinterpret_cast<uint4*>(to + c * p.padded + first) = of_channel[c];
+    for (int c = 0; c < 2; ++c) codes_at(channel % CODED + c, first) = of_channel[c];
   }
+  __syncwarp();
+  const int first = threadIdx.x % 32 * GROUP;
+  if (CAREFUL && coord.first + first >= padded) return;
+  uint8_t* to = p.v_data + (coord.data_channel() + chunk * CODED) * p.padded + coord.first_page * KEYS + coord.first + first;
+#pragma unroll
+  for (int i = 0; i < CODED; ++i, to += p.padded) *reinterpret_cast<uint4*>(to) = codes_at(i, first);
 }
 
 // Whether some tokens of the token chunk don't exist, or are non-finite in its slice of V.
