@@ -124,7 +124,7 @@ def value_mean(v: torch.Tensor) -> torch.Tensor:
 
 
 def sample_step(length: int) -> int:
-    """The sampling period: of this many tokens, one is sampled. It is odd, so that all columns of an image are sampled."""
+    """The sampling period: of this many tokens, one is sampled. An odd one, so that all columns of an image are."""
     return 1 if length <= TOKEN_CHUNK else -(-length // SAMPLE) | 1
 
 
