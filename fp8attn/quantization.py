@@ -160,8 +160,9 @@ def k_sample(k: torch.Tensor, first: int, total: int) -> torch.Tensor:
 
 
 def mean_of_sample(sample: torch.Tensor) -> torch.Tensor:
-    """Mean of the sampled tokens (B, H, N, D): float32 (B, H, D)."""
-    return lane_sum(finite_or_zero(sample)) * (1 / max(sample.shape[2], 1))
+    """Mean of the sampled tokens (B, H, N, D): float32 (B, H, D). Its numbers are those of bfloat16, so that products
+    with queries are exact."""
+    return (lane_sum(finite_or_zero(sample)) * (1 / max(sample.shape[2], 1))).bfloat16().float()
 
 
 def of_every_query(mean: torch.Tensor, length: int) -> torch.Tensor:

@@ -255,7 +255,7 @@ class Quantized:
         layout: `rows` for q and k, `values` for v.
         length: S, the number of tokens.
         mean: float32 (B, H, D) that was subtracted before quantizing; for queries (B, H, ceil(S / 64), D), one mean for
-            every 64 of them; or None.
+            every 64 of them; or None. Before it is rotated, a mean of keys has numbers of bfloat16.
         rotated: number of channels that were rotated together, a power of two; 0 if the rows aren't rotated. With R =
             fp8attn.rotation's matrix and n = `rotated`, `data` and `scale` represent k · R / sqrt(n) or
             q · R · sqrt(n).

@@ -25,9 +25,6 @@ KEYS = 128
 ONES = 8
 """Channels of ones after V's channels: with them, the tensor core sums the rows of P."""
 
-MEAN_PIECES = 3
-"""Numbers in Q's dtype whose sum is a channel of K's mean, where tensor cores multiply Q by it."""
-
 VALUE_PART = 64
 """Channels of V in one product with P, for int8 with more than 128 channels. One such product is added to the output
 while the next one is computed."""
@@ -169,7 +166,7 @@ class HopperConfig:
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.value_dim > 64 else 1)
         facts = 4 * self.consumers * (2 * self.value_dim + (3 if self.fuse_q_quant else 2) * ROWS) + 8 * self.stages
         # K's mean of two tiles, four barriers and sinks
-        facts += 2 * MEAN_PIECES * 2 * self.head_dim + 4 * 8 + 4 * self.consumers if self.mean_by_products else 0
+        facts += 2 * 2 * self.head_dim + 4 * 8 + 4 * self.consumers if self.mean_by_products else 0
         tiles, barriers = (64 if self.varlen else 32) * 4, 8 * (2 * self.consumers + 4 * self.stages)
         # swizzled boxes start at multiples of 1024 bytes
         return q + kv + round_up(128 + work_tiles + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)

@@ -126,7 +126,7 @@ __device__ void finish_keys(const Params& p, FusedHeadStorage<C>& shared) {
   const int lane = threadIdx.x % 32, token_chunks = token_chunks_of(p);
   const float4 sum = reinterpret_cast<const float4*>(shared.measured.found[token_chunks].sum)[lane % (PART / 4)];
   const float inverse = inverse_sample_of(p.kv_length);
-  const float4 mean = removable(rotated({__fmul_rn(sum.x, inverse), __fmul_rn(sum.y, inverse), __fmul_rn(sum.z, inverse), __fmul_rn(sum.w, inverse)}));
+  const float4 mean = removable(rotated({key_mean_of(sum.x, inverse), key_mean_of(sum.y, inverse), key_mean_of(sum.z, inverse), key_mean_of(sum.w, inverse)}));
   if (lane < PART / 4) reinterpret_cast<float4*>(shared.key_mean)[lane] = mean;
 }
 

@@ -118,7 +118,7 @@ __device__ void measure_keys(const Params& p, FusedSmallStorage<C>& shared, cons
   keys.template statistics<false>(lanes);
   ptx::warpgroup_sync(1 + part.warpgroup);
   const auto found = Statistics::of<false>(lanes);
-  if (thread % 8 == 0) own.shift[found.channel()] = __fmul_rn(found.sum, p.inverse_length);
+  if (thread % 8 == 0) own.shift[found.channel()] = key_mean_of(found.sum, p.inverse_length);
   ptx::warpgroup_sync(1 + part.warpgroup);
   const int quad = thread / C.cluster;
   if (quad < QUADS) dsmem_store(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(own.shift)[quad], &shared.means_full);

@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(MEASURERS) general_measure(const __grid_consta
   const int mine = threadIdx.x;
   if (of_keys) {
     const int to = slice * MEASURED_CHANNELS + mine;
-    if (mine < MEASURED_CHANNELS && to < p.head_dim) p.k_mean[int64_t(head) * p.head_dim + to] = __fmul_rn(sum_of_warps(shared, mine), p.inverse_sample);
+    if (mine < MEASURED_CHANNELS && to < p.head_dim) p.k_mean[int64_t(head) * p.head_dim + to] = key_mean_of(sum_of_warps(shared, mine), p.inverse_sample);
     return;
   }
   MeasuredChunk& to = static_cast<MeasuredChunk*>(p.measured)[(int64_t(head) * grid.token_chunks + token_chunk) * grid.value_slices + slice];

@@ -159,7 +159,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         queries.quantize(scales.row_scale, store);
         if (p.lse_mean != nullptr) {
           ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
-          if (has_keys(tile)) queries.template multiply<T>(shared.mean.pieces[round % 2], unit, products);
+          if (has_keys(tile)) queries.template multiply<T>(shared.mean.columns[round % 2], unit, products);
         }
       } else {
         const float* of_quarter = mean_of<C.head_dim>(p, tile) + QUARTER * queries.member();

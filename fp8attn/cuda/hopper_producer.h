@@ -131,7 +131,7 @@ __device__ void turn_means_back(const Params& p, SharedStorage<C>& shared) {
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
     const TileOf<C>& tile = shared.tiles[round % TILES];
     if (p.ready != nullptr) wait_until_ready(p, tile);
-    if (has_keys(tile)) shared.mean.pieces[round % 2].template turn_back<T>(mean_of<C.head_dim>(p, tile));
+    if (has_keys(tile)) shared.mean.columns[round % 2].template turn_back<T>(mean_of<C.head_dim>(p, tile));
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.mean.full[round % 2]);
     ptx::mbarrier_wait(&shared.mean.next_tile[(round + 1) % 2], round / 2 % 2);

@@ -106,7 +106,7 @@ struct RowMeanScores {
 // K's mean of this round's tile and of the next one's, what says which tile is next, and sinks of the consumers' tiles.
 template <int PARTS, int CONSUMERS>
 struct MeanStorage {
-  KeyMeanPieces<PARTS> pieces[2];
+  KeyMeanColumns<PARTS> columns[2];
   uint64_t full[2], next_tile[2];
   float sink[CONSUMERS];
 };

@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __gr
   measured(shared.warps, shared.token_chunk, shared.nonfinite, mine, [] {});
   const int channel = threadIdx.x;
   if (is_sample) {
-    if (channel < CHANNELS) p.k_mean[coord.channel() + channel] = __fmul_rn(shared.token_chunk.sum[channel], coord.inverse_sample(p));
+    if (channel < CHANNELS) p.k_mean[coord.channel() + channel] = key_mean_of(shared.token_chunk.sum[channel], coord.inverse_sample(p));
     return;
   }
   if (p.step == QuantizeStep::measure && channel >= THREADS - CHANNELS) write_moments<T>(p, coord, shared.token_chunk, channel - (THREADS - CHANNELS));

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from .. import layout, pages, recipe, reference, schedule
 from .. import quantization as quantize_ref
 from .append import OF_WORD, AppendConfig
-from .configs import KEYS, MEAN_PIECES, ONES, ROWS, VALUE_PART, HopperConfig
+from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .decode import DecodeConfig
 from .decode_tensors import DecodeTensorsConfig
 from .fused_head import FusedHeadConfig
@@ -32,7 +32,6 @@ CONSTANTS: dict[str, int | float] = {
     "ROWS": ROWS,
     "KEYS": KEYS,
     "ONES": ONES,
-    "MEAN_PIECES": MEAN_PIECES,
     "VALUE_PART": VALUE_PART,
     "SCALE_BLOCK": recipe.SCALE_BLOCK,
     "RECENT": pages.RECENT,

@@ -269,6 +269,13 @@ def removable(mean):
 
 
 @triton.jit
+def in_bfloat16(x):
+    """x (float32, no NaN) rounded to the nearest even number of bfloat16. Triton's interpreter cuts bits off."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & -0x10000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WIDTH: tl.constexpr, PART: tl.constexpr):
     """The mean that is removed from one head's k, (WIDTH,): quantization.key_mean, rotated in parts of PART
     channels."""
@@ -277,7 +284,7 @@ def sample_mean(base, step, stride, length, inverse_size, DIM: tl.constexpr, WID
         rows = (i * LANES + tl.arange(0, LANES)) * step
         x = load_tile(base, rows, stride, length, DIM, WIDTH, True, False)
         total += tl.where(is_finite(x), x, 0.0)
-    mean = sum_lanes(total) * inverse_size
+    mean = in_bfloat16(sum_lanes(total) * inverse_size)
     if PART > 0:
         mean = tl.reshape(rotated(mean[None, :], PART), (WIDTH,))
     return removable(mean)

@@ -286,14 +286,13 @@ MEAN_MUTANTS = {
 
 MEAN_BY_PRODUCTS_MUTANTS = {
     "of the first head": MEAN_MUTANTS["of the first head"],
-    "without one number": ("tile/quantize.h", ": sums[0] + sums[1];", ": sums[0];"),
-    "without the last number": ("tile/quantize.h", "lane / 4 % 2 == 0 ?", "false ?"),
-    "of the first part": ("tile/quantize.h", "mean.first[thread % (16 * PARTS)]", "mean.first[thread % 16]"),
+    "of the first part": ("tile/quantize.h", "mean.columns[thread % (8 * PARTS)]", "mean.columns[thread % 8]"),
     "of half the channels": ("tile/quantize.h", "raw[i + j][1], words.z, words.w", "raw[i + j][1], words.x, words.y"),
-    "of upper rows": ("tile/quantize.h", "? sums[2] + sums[3] :", "? sums[0] + sums[1] :"),
+    "of upper rows": ("tile/quantize.h", "= sums[0] + sums[3];", "= sums[0];"),
+    "of the first round": ("tile/quantize.h", "thread & 2 ? of_lane[1] :", "thread & 2 ? of_lane[0] :"),
     "of one part": ("tile/quantize.h", "if (PARTS == 2) product +=", "if (PARTS == 3) product +="),
-    "of other rows": ("tile/quantize.h", "products[row(i + member())]", "products[row(i)]"),
-    "of the tile before": ("hopper_mainloop.h", "(shared.mean.pieces[round % 2], unit", "(shared.mean.pieces[0], unit"),
+    "of other rows": ("tile/quantize.h", "products[row(i + member() / 2)] = product * unit", "products[row(i)] = product * unit"),
+    "of the tile before": ("hopper_mainloop.h", "(shared.mean.columns[round % 2], unit", "(shared.mean.columns[0], unit"),
     "without signs": ("tile/rotate.h", "SIGNS >> (4 * lane + i) & 1 ? -x[i] : x[i]", "x[i]"),
 }
 """The same where tensor cores multiply by it."""

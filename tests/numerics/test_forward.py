@@ -335,9 +335,10 @@ def test_permuting_keys_with_their_values(device: torch.device, qk: ProductType)
 
 @pytest.mark.parametrize("recipe", (Recipe(), INT8), ids=str)
 def test_adding_a_constant_to_keys(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
-    """Smoothing takes it away, bit for bit where float32 can: all numbers are multiples of 2^-6 below 64, and means exact, rotated, too."""
+    """Smoothing takes it away, bit for bit where float32 can: all numbers are multiples of 2^-6 below 64, means integers, also rotated."""
     generator = torch.Generator().manual_seed(4)
     q, k, v = (torch.randint(-64, 65, (1, 2, 256, 64), generator=generator).float().to(device) / 64 for _ in range(3))
+    k[:, :, 128:] = -k[:, :, :128]
     out = sdpa(q, k, v, recipe=recipe)
     moved = sdpa(q, k + torch.arange(64.0, device=device), v, recipe=recipe)
     assert torch.equal(out, moved)

@@ -23,6 +23,11 @@ __device__ inline float inverse_sample_of(int length) {
   return __fdiv_rn(1.0f, (length + step - 1) / step);
 }
 
+// quantization.mean_of_sample, of a channel, from the sum of its sample.
+__device__ inline float key_mean_of(float sum, float inverse_sample) {
+  return Pair<__nv_bfloat16>::floats(word_of<__nv_bfloat16>(__fmul_rn(sum, inverse_sample), 0.0f)).x;
+}
+
 // Sum in the order of quantization.lane_sum.
 template <int N>
 __device__ float halving_sum(const float (&lanes)[N]) {
@@ -283,50 +288,32 @@ struct KeyMeanQuarter {
   }
 };
 
-// K's mean as it was before its parts were rotated, as second operands of products with rows of Q: sums of three
-// numbers in Q's dtype. Products with these are exact, so that together they are those with a number of 24 bits.
+// K's mean as it was before its parts were rotated, as the second operand of products with rows of Q. Its channels are
+// numbers of bfloat16, so that products are exact.
 //
 // The first operand is that of QueryRotation: words 0 and 2 of 16 bytes are in the upper of two rows, words 1 and 3 in
-// the lower one. So each has columns of its own. Part p has columns 4p and 4p + 1 for the upper row, and 4p + 2 and
-// 4p + 3 for the lower one. They have numbers 0 and 1 in one operand, and number 2 and zeros in another.
+// the lower one. So each has a column of its own: of part p, 2p for the upper row, and 2p + 1 for the lower one.
 template <int PARTS>
-struct KeyMeanPieces {
-  static_assert(MEAN_PIECES == 3 && PARTS <= 2);
+struct KeyMeanColumns {
+  static_assert(PARTS <= 2);
 
   // of each column and lane of a quad, for the lane's quarter: channels 0 and 1 of each four, or 2 and 3
-  uint4 first[16 * PARTS], last[8 * PARTS];
+  uint4 columns[8 * PARTS];
 
   // Turns a rotated mean back, in one warp: a lane has four channels, 16 lanes have a part.
   template <typename T>
   __device__ void turn_back(const float* rotated_mean) {
     const uint32_t lane = threadIdx.x % 32, part = lane / (PART / 4) % PARTS, four = lane % (PART / 4);
-    const float4 mean = __ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + 4 * four));
-    float left[4];
-    reinterpret_cast<float4&>(left) = turned_back(mean);
-    const auto write = [&](uint4* column, uint32_t word) {
-      if (lane / (PART / 4) < PARTS) reinterpret_cast<uint32_t*>(column)[four] = word;
-    };
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const uint32_t rows = 2 * part + row;
-      float* of_row = left + 2 * row;
-#pragma unroll
-      for (int piece = 0; piece < 2; ++piece) write(first + 4 * (2 * rows + piece), next_piece<T>(of_row[0], of_row[1]));
-      write(last + 4 * rows, next_piece<T>(of_row[0], of_row[1]));
-    }
+    const float4 mean = turned_back(__ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + 4 * four)));
+    if (lane / (PART / 4) >= PARTS) return;
+    reinterpret_cast<uint32_t*>(columns + 8 * part)[four] = word_of<T>(limited<T>(mean.x), limited<T>(mean.y));
+    reinterpret_cast<uint32_t*>(columns + 8 * part + 4)[four] = word_of<T>(limited<T>(mean.z), limited<T>(mean.w));
   }
 
-  // A lane's words of the other operand, of which every second column is zero.
-  __device__ uint4 last_of(uint32_t lane) const { return lane / 4 % 2 == 0 ? last[lane / 8 % (2 * PARTS) * 4 + lane % 4] : uint4{}; }
-
-  // Numbers in T, and subtracts them. What is too large for half becomes its largest number.
+  // What is too large for half becomes its largest number.
   template <typename T>
-  __device__ static uint32_t next_piece(float& a, float& b) {
-    const auto limited = [](float x) { return std::is_same_v<T, __half> ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x; };
-    const uint32_t word = word_of<T>(limited(a), limited(b));
-    const float2 x = Pair<T>::floats(word);
-    a -= x.x, b -= x.y;
-    return word;
+  __device__ static float limited(float x) {
+    return std::is_same_v<T, __half> ? fminf(fmaxf(x, -65504.0f), 65504.0f) : x;
   }
 };
 
@@ -407,13 +394,12 @@ struct Queries {
     if (member() % 2 == 0) scale[row(known())] = largest > 0.0f ? restores * PART : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Lanes 2p and 2p + 1 of a quad
-  // with part p have its sums, of the upper and of the lower row of products.
+  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Of a quad with part p, lane p
+  // has the sum of the first of two rounds, and lane p + 2 that of the second.
   template <typename T, int PARTS>
-  __device__ void multiply(const KeyMeanPieces<PARTS>& mean, float unit, float (&products)[ROWS]) const {
+  __device__ void multiply(const KeyMeanColumns<PARTS>& mean, float unit, float (&products)[ROWS]) const {
     static_assert(team == QUARTERS * PARTS);
-    const uint4 words = mean.first[thread % (16 * PARTS)], last = mean.last_of(thread % 32);
-    constexpr auto sum = [](float a, float b) { return a + b; };
+    const uint4 words = mean.columns[thread % (8 * PARTS)];
 #pragma unroll
     for (int i = 0; i < rounds; i += 2) {
       float of_lane[2];
@@ -422,13 +408,11 @@ struct Queries {
         float sums[4] = {};
         mma_halves<T>(sums, raw[i + j][0], words.x, words.y);
         mma_halves<T>(sums, raw[i + j][1], words.z, words.w);
-        mma_halves<T>(sums, raw[i + j][0], last.x, last.y);
-        mma_halves<T>(sums, raw[i + j][1], last.z, last.w);
-        of_lane[j] = thread % 2 ? sums[2] + sums[3] : sums[0] + sums[1];
+        of_lane[j] = sums[0] + sums[3];  // of the upper and the lower row
       }
-      float product = keep_one(of_lane[0], of_lane[1], thread % 2, 1, sum);
-      if (PARTS == 2) product += __shfl_xor_sync(~0u, product, 6);
-      if (member() < 2) products[row(i + member())] = product * unit;
+      float product = thread & 2 ? of_lane[1] : of_lane[0];
+      if (PARTS == 2) product += __shfl_xor_sync(~0u, product, QUARTERS + 1);
+      if ((member() & ~2u) == 0) products[row(i + member() / 2)] = product * unit;
     }
   }
 

@@ -49,7 +49,7 @@ __device__ void measure_all_keys(const QuantizeParams& p, QuantizeStorage<C>& sh
   const int thread = threadIdx.x;
   const Measured<T, STEPS / 2> measured = {k + mine.lane * p.k_strides[2] + mine.chunk * 8, LANES * p.k_strides[2], (coord.length - mine.lane + LANES - 1) / LANES, false};
   measured(shared.values.warps, shared.own.token_chunk, shared.own.nonfinite, mine, meanwhile);
-  if (thread < CHANNELS) shared.own.key_mean[thread] = __fmul_rn(shared.own.token_chunk.sum[thread], coord.inverse_sample(p));
+  if (thread < CHANNELS) shared.own.key_mean[thread] = key_mean_of(shared.own.token_chunk.sum[thread], coord.inverse_sample(p));
   if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens
   __syncthreads();
 }
@@ -78,7 +78,7 @@ __device__ void measure_sampled_keys(const QuantizeParams& p, QuantizeStorage<C>
   float sum[LANES];
 #pragma unroll
   for (int lane = 0; lane < LANES; ++lane) sum[lane] = shared.sampled[lane * channels + thread];
-  shared.own.key_mean[thread] = __fmul_rn(halving_sum(sum), coord.inverse_sample(p));
+  shared.own.key_mean[thread] = key_mean_of(halving_sum(sum), coord.inverse_sample(p));
 }
 
 // Rotates a slice of K's mean, in one warp. A lane has four channels; 16 lanes have all of them. Every CTA of a cluster
