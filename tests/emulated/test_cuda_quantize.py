@@ -23,7 +23,17 @@ from fp8attn.cuda import build, quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
-from fp8attn.quantization import TOKEN_CHUNK, chunk_shapes, chunk_statistics, partial_statistics, quantize_kv, sample_size, sample_step, statistics
+from fp8attn.quantization import (
+    LANES,
+    TOKEN_CHUNK,
+    chunk_shapes,
+    chunk_statistics,
+    partial_statistics,
+    quantize_kv,
+    sample_size,
+    sample_step,
+    statistics,
+)
 from fp8attn.quantization import quantize as quantize_all
 from fp8attn.recipe import E4M3, FUSED_RECIPES, ProductType
 from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
@@ -168,11 +178,23 @@ def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[to
     return tuple((x * 2.0 ** torch.randint(-20, 20, shape, generator=generator)).to(device, torch.bfloat16) for x in normal(shape, torch.float32))
 
 
+def cancelling(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """Numbers whose sums are what is left of large ones: these cancel if lanes LANES / 2 apart are added first."""
+    k, v = normal(shape, torch.float32)
+    step, half = sample_step(shape[2]), LANES // 2
+    for first in range(min(half, -(-shape[2] // step) - half)):
+        k[:, :, first * step] *= 2.0**23
+        k[:, :, (first + half) * step] = -k[:, :, first * step]
+    return k.bfloat16(), v.bfloat16()
+
+
 @pytest.mark.anywhere
 @emulation.emulates
 @pytest.mark.parametrize("length", (1, 7, 300, 512, 513, 1300, 3000, 4096, 8193, 40_000))
 def test_emulated_the_order_of_sums(emulated: Quantizer, length: int) -> None:
-    check_sums(emulated, *wide((1, 1, length, 64)))
+    for _ in range(3 if length < TOKEN_CHUNK else 1):  # whatever shared memory holds at first
+        check_sums(emulated, *wide((1, 1, length, 64)))
+    check_sums(emulated, *cancelling((1, 1, length, 64)))
 
 
 @pytest.mark.gpu
@@ -403,6 +425,10 @@ SYNCS = {
     "the cluster is there": ("  ptx::cluster_wait();", "  "),
     "sums of the sample": ("  __syncthreads();\n  if (thread >= channels) return;", "  if (thread >= channels) return;"),
     "keys that aren't finite, of one token chunk": ("  if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens\n", ""),
+    "tokens that don't exist, of one token chunk": (
+        "first == 0 || (first < STEPS && __any_sync(~0u, first < count))",
+        "first < STEPS && __any_sync(~0u, first < count)",
+    ),
     "the sample lay there": ("  __syncthreads();  // `warps` overlaps `sampled`, which has been read\n", ""),
     "moments of all warps": ("  mine.sync();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
     "what there is to tell": ("  mine.sync();\n}\n\n// Measures V's tile", "}\n\n// Measures V's tile"),
@@ -452,13 +478,22 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
     quantizer = by(emulation.quantizer((file_of(name), *SYNCS[name])))
 
     def check_several() -> None:
-        for length, dim in (*((n, 128) for n in range(1900, 1908)), *((n, 256) for n in range(2049, 2053)), (20_000, 64), (700, 192), (300, 128)):
+        for length, dim in (
+            *((n, 128) for n in range(1900, 1908)),
+            *((n, 256) for n in range(2049, 2053)),
+            (20_000, 64),
+            *3 * ((700, 192),),
+            (300, 128),
+        ):
             k, v = not_finite((1, 2, length, dim), torch.bfloat16)
             check_rounded(quantizer, wide((1, 2, length, dim))[0], v, 0.01)
             if name == "rows that don't exist" or "keys that aren't finite" in name:
                 check(quantizer, 40 + k, v)  # whose mean is larger than what is left of any
             if "int8" in name:
                 check(quantizer, k, v, "int8")
+        for _ in range(3):  # whatever shared memory holds at first
+            check_rounded(quantizer, *wide((1, 1, 7, 64)), 0.01)
+        check_rounded(quantizer, *cancelling((1, 1, 700, 64)), 0.01)
 
     with pytest.raises(AssertionError, match=r"differ|in other places|come to an end"):
         check_several()

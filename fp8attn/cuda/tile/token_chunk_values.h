@@ -190,7 +190,7 @@ struct Measured {
   __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine, Meanwhile&& meanwhile) const {
     ChunkMoments<T> found;
 #pragma unroll 1
-    for (int first = 0; first < STEPS && __any_sync(~0u, first < count); first += LOADS) {
+    for (int first = 0; first == 0 || (first < STEPS && __any_sync(~0u, first < count)); first += LOADS) {
       uint4 words[LOADS];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) words[i] = first + i < count ? at(first + i) : uint4{};

@@ -111,16 +111,16 @@ void wait_for(Meeting& meeting, int round) {
   leave();
 }
 
-// Shared memory holds NaN and -1 at first, or large numbers, by turns. Not where a broken kernel takes them for indices,
-// and would end the process.
+// Shared memory holds at first, by turns, large numbers, NaN and -1, or numbers whose sums are finite. Only NaN and -1
+// where a broken kernel takes the others for indices, and would end the process.
 bool may_hold_large_numbers = true;
 
 // Returns whether all threads ended, with nothing in flight.
 bool run_cluster(long patience) {
   const int count = cluster * threads;
-  static bool large;
-  large = !large && may_hold_large_numbers;
-  memset(fp8attn::bytes, large ? 0x7F : 0xFF, cluster * SHARED);
+  static const uint8_t fills[] = {0x7F, 0xFF, 0x4F};
+  static int turn;
+  memset(fp8attn::bytes, may_hold_large_numbers ? fills[turn++ % 3] : 0xFF, cluster * SHARED);
   memset(fp8attn::seen_by_engines, 0xFF, cluster * SHARED);
   fibers.assign(count, {});
   all.assign(count, {});
