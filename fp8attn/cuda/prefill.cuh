@@ -54,7 +54,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
   // Panels `from` ... `to` - 1 of the tile's queries as they came.
   const auto load_half_queries = [&](const PagedTile& tile, int from, int to) {
     for (int panel = from; panel < to; ++panel)
-      ptx::tma_load(shared.half_q(consumer, panel), p.q_map, &shared.half_q_full[consumer], panel * HALF_ROW, tile.first_row + consumer * ROWS, tile.head, tile.batch);
+      ptx::tma_load(shared.half_queries(consumer, panel), p.q_map, &shared.half_queries_full[consumer], panel * HALF_ROW, tile.first_row + consumer * ROWS, tile.head, tile.batch);
   };
   constexpr int early_panels = sizeof(shared.output[0]) / (ROWS * HALF_ROW);
   static_assert(early_panels <= S::half_panels);
@@ -144,7 +144,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     ptx::warpgroup_sync(1 + consumer);  // codes and scales are there; no output is staged any more
     if (leads) {
       load_half_queries(tile, 0, early_panels);
-      ptx::mbarrier_expect(&shared.half_q_full[consumer], S::half_panels * ROWS * HALF_ROW);
+      ptx::mbarrier_expect(&shared.half_queries_full[consumer], S::half_panels * ROWS * HALF_ROW);
     }
 
     int page = tile.first_page;
@@ -185,7 +185,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     // read again, rather than kept in registers through the loop over pages
     const PagedRowRange range(params, tile, consumer);
     if (range.seen > 0) rows.restore(scales, shared.mean_score[consumer], f);
-    ptx::mbarrier_wait(&shared.half_q_full[consumer], round & 1);
+    ptx::mbarrier_wait(&shared.half_queries_full[consumer], round & 1);
     for (int i = 0; i < tile.halves; ++i, ring.advance()) {
       const int block = tile.first_half + i;
       if (block < range.first_half || block >= range.end_half) {
@@ -238,7 +238,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
   if (threadIdx.x == 0) {
     for (int c = 0; c < C.consumers; ++c) {
       ptx::mbarrier_init(&shared.q_empty[c], 4);
-      ptx::mbarrier_init(&shared.half_q_full[c], 1);
+      ptx::mbarrier_init(&shared.half_queries_full[c], 1);
     }
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.k_full[stage], 1);

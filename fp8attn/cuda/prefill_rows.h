@@ -133,7 +133,7 @@ __device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>&
 #pragma unroll
   for (int i = 0; i < C.head_dim / 16; ++i) {
     const int panel = i / 4, step = i % 4;
-    const uint64_t q = ptx::uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.half_q(consumer, panel))));
+    const uint64_t q = ptx::uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.half_queries(consumer, panel))));
     const uint64_t a = ptx::operand_of(q, step, 32), b = ptx::operand_of(ptx::operand_of(k, panel, HALF_BLOCK * HALF_ROW), step, 32);
     if (i == 0)
       Product::template run<false>(s, a, b);

@@ -48,14 +48,14 @@ struct alignas(1024) PrefillStorage {
   float mean_score[C.consumers][ROWS];  // what K's mean adds to the scores of each row, in base 2
   PagedTile tiles[4];                   // of this round and the next; consumers may be two rounds apart
   PageScales page_scales[C.stages];
-  uint64_t q_empty[C.consumers], half_q_full[C.consumers];
+  uint64_t q_empty[C.consumers], half_queries_full[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
   uint64_t half_taken[C.stages];  // blocks in half precision, one after another: their stages are free, or TMA's bytes are there
 
   static constexpr int TILES = 4;
 
   // A panel of a consumer's queries as they came: where the output is staged, and behind that, where their codes were.
-  __device__ uint8_t* half_q(int consumer, int panel) {
+  __device__ uint8_t* half_queries(int consumer, int panel) {
     constexpr int bytes = ROWS * HALF_ROW, in_output = sizeof(output[0]) / bytes;
     return panel < in_output ? output[consumer].bytes[0][0] + panel * bytes : q[consumer][0] + (panel - in_output) * bytes;
   }
