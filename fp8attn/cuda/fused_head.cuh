@@ -103,12 +103,10 @@ __device__ void measure(const Params& p, FusedHeadStorage<C>& shared, const Mine
 #pragma unroll 1
   for (int i = mine.part; i < token_chunks + 2 * mine.part; i += 2) {
     const bool of_keys = i >= token_chunks;
-    const int apart = of_keys ? sample_step(p.kv_length) : 1, step = LANES * apart;
-    const int first = (of_keys ? 0 : i * TOKEN_CHUNK) + mine.lane * apart, end = of_keys ? p.kv_length : min(p.kv_length, (i + 1) * TOKEN_CHUNK);
+    const int first = of_keys ? 0 : i * TOKEN_CHUNK, count = of_keys ? p.kv_length : min(p.kv_length - first, TOKEN_CHUNK);
     const int64_t stride = of_keys ? p.k_strides[2] : p.v_strides[2];
-    const T* from = (of_keys ? k : v) + first * stride + mine.chunk * 8;
-    const Measured<T, STEPS> measured = {from, step * stride, (end - first + step - 1) / step, !of_keys};
-    measured(shared.measured.warps[mine.part], shared.measured.found[of_keys ? token_chunks : i], *(of_keys ? &shared.measured.of_keys : &shared.nonfinite[i]), mine, [] {});
+    const Measured<T, STEPS> measured((of_keys ? k : v) + first * stride, stride, count, of_keys ? sample_step(p.kv_length) : 1, mine, !of_keys);
+    measured(shared.measured.warps[mine.part], shared.measured.found[of_keys ? token_chunks : i], *(of_keys ? &shared.measured.of_keys : &shared.nonfinite[i]), mine);
   }
 }
 

@@ -98,7 +98,7 @@ struct TokenBlocks {
         for (uint32_t word : {x.x, x.y, x.z, x.w}) carries |= exponent_carries<T>(word);
       if ((carries & SIGN_BITS) == 0) continue;
       const uint4 bad = not_finite<T>(value);
-      value = {value.x & ~bad.x, value.y & ~bad.y, value.z & ~bad.z, value.w & ~bad.w};
+      value = without(value, bad);
       key = {~0u, ~0u, ~0u, ~0u};
     }
   }

@@ -73,12 +73,10 @@ __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __gr
   if (threadIdx.x < BLOCKS) shared.nonfinite[threadIdx.x] = {};
   __syncthreads();
   const Mine mine;
-  const int apart = is_sample ? sample_step(coord.length) : 1, first = mine.lane * apart, step = LANES * apart;
-  const int count = is_sample ? coord.length : coord.count;
   const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
   const int64_t stride = is_sample ? p.k_strides[2] : p.v_strides[2];
-  const Measured<T, STEPS / 2> measured = {from + first * stride + mine.chunk * 8, step * stride, (count - first + step - 1) / step, !is_sample};
-  measured(shared.warps, shared.token_chunk, shared.nonfinite, mine, [] {});
+  const Measured<T, STEPS / 2> measured(from, stride, is_sample ? coord.length : coord.count, is_sample ? sample_step(coord.length) : 1, mine, !is_sample);
+  measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
   const int channel = threadIdx.x;
   if (is_sample) {
     if (channel < CHANNELS) p.k_mean[coord.channel() + channel] = key_mean_of(shared.token_chunk.sum[channel], coord.inverse_sample(p));

@@ -100,7 +100,7 @@ def test_emulated_tokens_behind_the_last_one_have_no_infinite_codes(emulated: Em
 FUSED_HEAD = "fused_head.cuh"
 
 MUTANTS: dict[str, emulation.Mutation] = {
-    "K's sample of one token chunk": (FUSED_HEAD, "apart = of_keys ? sample_step(p.kv_length) : 1", "apart = 1"),
+    "K's sample of one token chunk": (FUSED_HEAD, "of_keys ? sample_step(p.kv_length) : 1", "1"),
     "the second token chunk left out": (
         "tile/token_chunk_values.h",
         "sum[i] += token_chunks[i].sum[channel];",

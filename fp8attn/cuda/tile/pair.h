@@ -70,6 +70,10 @@ __device__ uint4 not_finite(uint4 words) {
 __device__ inline uint2 operator|(uint2 a, uint2 b) { return {a.x | b.x, a.y | b.y}; }
 __device__ inline uint4 operator|(uint4 a, uint4 b) { return {a.x | b.x, a.y | b.y, a.z | b.z, a.w | b.w}; }
 
+// Words without some bits.
+__device__ inline uint2 without(uint2 words, uint2 bits) { return {words.x & ~bits.x, words.y & ~bits.y}; }
+__device__ inline uint4 without(uint4 words, uint4 bits) { return {words.x & ~bits.x, words.y & ~bits.y, words.z & ~bits.z, words.w & ~bits.w}; }
+
 // f of two pairs of numbers.
 template <typename T, typename F>
 __device__ uint32_t of_pairs(uint32_t a, uint32_t b, F&& f) {

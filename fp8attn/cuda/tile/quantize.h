@@ -245,7 +245,7 @@ struct Slice {
       for (int i = 0; i < STEPS; ++i) {
         if (nonfinite >> i & 1) {
           const uint2 bad = not_finite<T>(raw[i]);
-          raw[i] = VALUES ? uint2{raw[i].x & ~bad.x, raw[i].y & ~bad.y} : raw[i] | bad;
+          raw[i] = VALUES ? without(raw[i], bad) : raw[i] | bad;
         }
       }
     }

@@ -42,13 +42,12 @@ struct Sample {
   }
 };
 
-// The slice's mean of K, of heads of one token chunk, of which the sample has all tokens. meanwhile() is called when
-// loads are in flight.
-template <QuantizeConfig C, typename T, typename Meanwhile>
-__device__ void measure_all_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, const Mine& mine, Meanwhile&& meanwhile) {
+// The slice's mean of K, of heads of one token chunk, of which the sample has all tokens.
+template <QuantizeConfig C, typename T>
+__device__ void measure_all_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, const Mine& mine) {
   const int thread = threadIdx.x;
-  const Measured<T, STEPS / 2> measured = {k + mine.lane * p.k_strides[2] + mine.chunk * 8, LANES * p.k_strides[2], (coord.length - mine.lane + LANES - 1) / LANES, false};
-  measured(shared.values.warps, shared.own.token_chunk, shared.own.nonfinite, mine, meanwhile);
+  const Measured<T, STEPS / 2> measured(k, p.k_strides[2], coord.length, 1, mine, false);
+  measured(shared.values.warps, shared.own.token_chunk, shared.own.nonfinite, mine);
   if (thread < CHANNELS) shared.own.key_mean[thread] = key_mean_of(shared.own.token_chunk.sum[thread], coord.inverse_sample(p));
   if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens
   __syncthreads();
@@ -65,10 +64,7 @@ __device__ void measure_sampled_keys(const QuantizeParams& p, QuantizeStorage<C>
     float4 sum = sample.sum();
     if (!is_finite(sum.x) || !is_finite(sum.y) || !is_finite(sum.z) || !is_finite(sum.w)) {
 #pragma unroll
-      for (uint2& words : sample.raw) {
-        const uint2 bad = not_finite<T>(words);
-        words = {words.x & ~bad.x, words.y & ~bad.y};
-      }
+      for (uint2& words : sample.raw) words = without(words, not_finite<T>(words));
       sum = sample.sum();
     }
     reinterpret_cast<float4*>(shared.sampled)[thread] = sum;

@@ -185,16 +185,20 @@ struct Measured {
   int count;       // of STEPS tokens, the others don't exist
   bool of_values;  // whether anybody asks for extremes
 
-  // Measures a slice. Non-finite tokens go to `nonfinite`. meanwhile() is called when the first loads are in flight.
-  template <typename Meanwhile>
-  __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine, Meanwhile&& meanwhile) const {
+  // `first_token`: the first one, at the slice's first channel. One of `apart` tokens before the `end`-th counts.
+  __device__ Measured(const T* first_token, int64_t stride, int end, int apart, const Mine& mine, bool of_values) : of_values(of_values) {
+    const int first = mine.lane * apart, lanes = LANES * apart;
+    from = first_token + first * stride + mine.chunk * 8, step = lanes * stride, count = (end - first + lanes - 1) / lanes;
+  }
+
+  // Measures a slice. Non-finite tokens go to `nonfinite`.
+  __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine) const {
     ChunkMoments<T> found;
 #pragma unroll 1
-    for (int first = 0; first == 0 || (first < STEPS && __any_sync(~0u, first < count)); first += LOADS) {
+    for (int first = 0; first < STEPS && __any_sync(~0u, first < count); first += LOADS) {
       uint4 words[LOADS];
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) words[i] = first + i < count ? at(first + i) : uint4{};
-      if (first == 0) meanwhile();
 #pragma unroll
       for (int i = 0; i < LOADS; ++i) found.add_to_sums(words[i]);
       if (!of_values) continue;
