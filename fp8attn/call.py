@@ -310,10 +310,10 @@ def empty_output(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> tor
     batch, heads, length, _ = q.shape
     strides = q.stride()
     if strides[1] < strides[2]:
-        return torch.empty(batch, length, heads, value_dim, dtype=out_dtype, device=q.device).transpose(1, 2)
-    return torch.empty(batch, heads, length, value_dim, dtype=out_dtype, device=q.device)
+        return q.new_empty(batch, length, heads, value_dim, dtype=out_dtype).transpose(1, 2)
+    return q.new_empty(batch, heads, length, value_dim, dtype=out_dtype)
 
 
 def empty_lse(q: torch.Tensor, return_lse: bool) -> torch.Tensor:
     """An uninitialised float32 (B, Hq, Sq), or an empty tensor if the LSE isn't returned."""
-    return torch.empty(q.shape[:3] if return_lse else (0,), dtype=torch.float32, device=q.device)
+    return q.new_empty(q.shape[:3] if return_lse else 0, dtype=torch.float32)

@@ -350,9 +350,9 @@ def empty_rows(x: torch.Tensor, dtype: torch.dtype = E4M3) -> torch.Tensor:
     batch, heads, length, dim = x.shape
     pitch = -(-dim // ROW_ALIGNMENT) * ROW_ALIGNMENT
     if x.stride(1) < x.stride(2):
-        rows = torch.empty(batch, length, heads, pitch, dtype=dtype, device=x.device).transpose(1, 2)
+        rows = x.new_empty(batch, length, heads, pitch, dtype=dtype).transpose(1, 2)
     else:
-        rows = torch.empty(batch, heads, length, pitch, dtype=dtype, device=x.device)
+        rows = x.new_empty(batch, heads, length, pitch, dtype=dtype)
     return rows if pitch == dim else rows[..., :dim]
 
 

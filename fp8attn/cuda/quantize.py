@@ -167,11 +167,10 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:
     """Uninitialised key and value for the kernel to fill."""
     batch, heads, length, dim = k.shape
-    device = k.device
     rows = quantize_ref.empty_rows(k, quantize_ref.row_type(qk))
-    scale = torch.empty(quantize_ref.scale_shape("block", batch, heads, length, dim), dtype=torch.float32, device=device)
-    values = torch.empty(batch, heads, dim, padded_length(length), dtype=E4M3, device=device)
-    k_mean, v_scale, v_mean = [torch.empty(batch, heads, dim, dtype=torch.float32, device=device) for _ in range(3)]
+    scale = k.new_empty(quantize_ref.scale_shape("block", batch, heads, length, dim), dtype=torch.float32)
+    values = k.new_empty(batch, heads, dim, padded_length(length), dtype=E4M3)
+    k_mean, v_scale, v_mean = [k.new_empty(batch, heads, dim, dtype=torch.float32) for _ in range(3)]
     part = part_of(dim, FUSED_RECIPES[qk].rotate)
     return (
         Quantized(rows, scale, "block", "rows", length, k_mean, part),
