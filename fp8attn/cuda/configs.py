@@ -174,7 +174,7 @@ class HopperConfig:
     @property
     def mean_by_products(self) -> bool:
         """Whether tensor cores multiply queries by K's mean. C++'s Shape says why not."""
-        return self.fuse_q_quant and not self.skips_blocks and self.head_dim <= 128
+        return self.fuse_q_quant and not self.skips_blocks
 
     def does(self, call: Call) -> bool:
         """Whether the instance supports all operations on a call's scores."""

@@ -68,29 +68,30 @@ __device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared
   }
 }
 
-// What is beside a row's scores: what K's mean adds to those of a thread's two rows, and the rows' sink.
-struct RowTerms {
+// What the LSE of a thread's two rows is made of: their maxima, the sums of their P, and what K's mean adds to their
+// scores.
+struct RowSums {
+  float m[2], l[2];
   float2 mean_scores;
-  const float* sink;  // if there are sinks
 };
 
-// Normalises and stores the output and its LSE. Sums of P stand behind the last channel.
+// Normalises and stores the output. Sums of P stand behind the last channel. `sink`: of the head, if there are sinks.
+// Gives `rows` the sums, and adds the sink to them.
 template <HopperConfig C, typename RowEnd, int FIRST, int SECOND, int BOXES, typename Scales>
-__device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, const float (&m)[2], const float (&o)[FIRST], const float (&o_second)[SECOND],
-                           RowTerms terms, const Scales& scales, OutputBoxes<BOXES>& boxes, Fragment f) {
+__device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd&& row_end, RowSums& rows, const float (&o)[FIRST], const float (&o_second)[SECOND],
+                           const float* sink, const Scales& scales, OutputBoxes<BOXES>& boxes) {
   constexpr bool parts = SECOND > 1;
   constexpr int CHANNELS = Scales::channels;
-  const Tile& tile = wg_tile.tile;
-  float l[2] = {row_sum(o, o_second, 0), row_sum(o, o_second, 1)}, largest[2] = {m[0], m[1]};
-  StagedOutput<Scales, BOXES, Shape<C>::stores_together, C.varlen> output(p, tile, wg_tile.first_row(), row_end, scales, boxes, l);
+#pragma unroll
+  for (int r = 0; r < 2; ++r) rows.l[r] = row_sum(o, o_second, r);
+  StagedOutput<Scales, BOXES, Shape<C>::stores_together, C.varlen> output(p, wg_tile.tile, wg_tile.first_row(), row_end, scales, boxes, rows.l);
   if (p.sinks != nullptr) {
-    const float sink = *terms.sink;
-    output.set_weight(0, SinkRow::add<>(largest[0], l[0], sink - terms.mean_scores.x).weight);
-    output.set_weight(1, SinkRow::add<>(largest[1], l[1], sink - terms.mean_scores.y).weight);
+    const float logit = *sink;
+    output.set_weight(0, SinkRow::add<>(rows.m[0], rows.l[0], logit - rows.mean_scores.x).weight);
+    output.set_weight(1, SinkRow::add<>(rows.m[1], rows.l[1], logit - rows.mean_scores.y).weight);
   }
   output.template store<0, parts ? 2 * FIRST : CHANNELS>(o);
   if constexpr (parts) output.template store<2 * FIRST, CHANNELS - 2 * FIRST>(o_second);
-  store_lse(p, wg_tile, row_end, largest, l, f, terms.mean_scores);
 }
 
 // One consumer warpgroup: attention of 64 query rows of every work tile. T is Q's dtype if the kernel quantizes it.
@@ -145,7 +146,15 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     }
   };
   const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
-  // Also finds what K's mean adds to the scores of the tile's rows.
+  // Finds what K's mean adds to the scores of a tile's rows, by tensor cores.
+  const auto multiply_by_mean = [&](const HalfQueries& queries, const TileOf<C>& tile, int round) {
+    if constexpr (S::mean_by_products) {
+      if (p.lse_mean == nullptr) return;
+      ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
+      if (has_keys(tile)) queries.template multiply<T>(shared.mean.columns[round % 2], p.score_scale * (1 / LOG2E), shared.mean_scores.of_row[consumer]);
+    }
+  };
+  // Also multiplies them by K's mean, if that isn't done later.
   const auto quantize_queries = [&](HalfQueries& queries, const TileOf<C>& tile, int round) {
     if constexpr (C.fuse_q_quant) {
       if (!tile.exists()) return;
@@ -153,14 +162,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         *reinterpret_cast<uint4*>(shared.q[consumer][column / S::panel] + ptx::swizzled<S::panel>(row, column % S::panel)) = codes;
       };
       queries.template rotate<T>();
-      const float unit = p.score_scale * (1 / LOG2E);
-      auto& products = shared.mean_scores.of_row[consumer];
       if constexpr (S::mean_by_products) {
         queries.quantize(scales.row_scale, store);
-        if (p.lse_mean != nullptr) {
-          ptx::mbarrier_wait(&shared.mean.full[round % 2], round / 2 % 2);
-          if (has_keys(tile)) queries.template multiply<T>(shared.mean.columns[round % 2], unit, products);
-        }
+        if (!S::multiplies_late) multiply_by_mean(queries, tile, round);
       } else {
         const float* of_quarter = mean_of<C.head_dim>(p, tile) + QUARTER * queries.member();
         const bool wanted = p.lse_mean != nullptr && has_keys(tile);
@@ -172,16 +176,16 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
           wait_for_keys(ring);
           mean = KeyMeanQuarter::load(of_quarter, true);
         }
-        queries.multiply(mean, unit, products);
+        queries.multiply(mean, p.score_scale * (1 / LOG2E), shared.mean_scores.of_row[consumer]);
       }
       ptx::fence_proxy_async();
     }
   };
-  HalfQueries first_queries;
-  load_queries(first_queries, shared.tiles[0]);
+  HalfQueries queries;
+  load_queries(queries, shared.tiles[0]);
   load_rows(shared.tiles[0]);
   if constexpr (!C.fuse_q_quant) load_channels(shared.tiles[0]);
-  quantize_queries(first_queries, shared.tiles[0], 0);
+  quantize_queries(queries, shared.tiles[0], 0);
   if constexpr (C.fuse_q_quant) ptx::warpgroup_sync(1 + consumer);
 
   for (int round = 0; shared.tiles[round % TILES].exists(); ++round) {
@@ -194,7 +198,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       const float2 mean = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
       capped_mean = {mean.x * p.inverse_softcap, mean.y * p.inverse_softcap};
     }
-    float o[S::first / 2] = {}, o_second[S::second == 0 ? 1 : S::second / 2] = {};
+    float o[S::first / 2], o_second[S::second == 0 ? 1 : S::second / 2];
 
     // factors of the next softmax step, while its scores are computed
     float factor[2];
@@ -354,6 +358,11 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       ptx::warpgroup_sync(1 + consumer);  // the rows' scales are there
     }
     prepare(read(shared.k_scale[ring.stage].own));
+    if constexpr (S::multiplies_late) multiply_by_mean(queries, work_tile, round);
+#pragma unroll
+    for (float& x : o) x = 0.0f;
+#pragma unroll
+    for (float& x : o_second) x = 0.0f;
     // One loop for all blocks: all warps of the warpgroup must issue the same wgmma, whatever their rows need.
     while (after < wg_tile.seen) {
       const Ring<C.stages> next = ring.next();
@@ -400,18 +409,21 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 #pragma unroll
       for (int r = 0; r < 2; ++r) nan_if_nonfinite(row_sum(o, o_second, r), nonfinite[r]);
     }
-    // Read before those of the next tile replace them. Under a soft cap, the scores include them.
-    float2 mean_scores = {};
-    if constexpr (!C.softcap) mean_scores = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
+    RowSums rows = {{softmax.m[0], softmax.m[1]}};
+    // Under a soft cap, the scores include them. They are read before those of the next tile replace them, and behind a
+    // barrier where other warps have found them since the last one.
+    const auto find_mean_scores = [&] { rows.mean_scores = C.softcap ? float2{} : mean_scores_of<C>(p, shared, work_tile, wg_tile, f); };
+    if constexpr (!S::multiplies_late) find_mean_scores();
     const TileOf<C>& next_tile = shared.tiles[(round + 1) % TILES];
-    HalfQueries queries;
     load_queries(queries, next_tile);
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // channels' scales are there; nobody reads rows' scales and Q any more
     load_rows(next_tile);
+    if constexpr (S::multiplies_late) find_mean_scores();
     if (is_complete<C>(work_tile)) {
       const auto row_end = [&] { return lengths.row_end(p, work_tile); };
-      store_tile<C>(p, wg_tile, row_end, softmax.m, o, o_second, {mean_scores, sink_of(work_tile)}, scales, shared.output[consumer], f);
+      store_tile<C>(p, wg_tile, row_end, rows, o, o_second, sink_of(work_tile), scales, shared.output[consumer]);
+      store_lse(p, wg_tile, row_end, rows.m, rows.l, f, rows.mean_scores);
     }
     quantize_queries(queries, next_tile, round + 1);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads channels' scales any more

@@ -249,12 +249,14 @@ def test_sdpa_quantizes_it_so(device: torch.device, recipe: Recipe, scores: conf
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=1e-5)  # one kernel adds K's mean where the other has its own for it
 
 
-def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:
+def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal, masked: bool = False) -> None:
     """Of several tiles and heads that share keys, a mean that is larger than what is left; also of rows that see no key. The output stays."""
     q, k, v = (x.to(dtype) for x in normal((2, 4, 230, dim), (2, 2, 200, dim)))
     key, value = quantize_kv(k + 5, v, FUSED_RECIPES[qk])
-    call = Problem(q, k, v, 0.1, qk, causal, dtype, True).call_of(key, value)
+    mask = (torch.arange(200) != 7).expand(1, 1, 230, 200) if masked else None
+    call = Problem(q, k, v, 0.1, qk, causal, dtype, True, mask).call_of(key, value)
     config = configs.choose(call, H100)
+    assert config.mean_by_products != masked
     two_sms = dataclasses.replace(H100, sm_count=2)  # so that a CTA has several tiles
     (out, lse), (same, without) = (emulated(x, config, 1, two_sms) for x in (call, dataclasses.replace(call, lse_mean=None)))
     assert torch.equal(out, same) and torch.equal(lse.isinf(), without.isinf()) and lse.isinf().any() == (causal != "none")
@@ -265,13 +267,13 @@ def assert_lse_includes_mean(emulated: Emulated, dim: int, qk: ProductType, dtyp
 
 @pytest.mark.anywhere
 @emulation.emulates
-@pytest.mark.parametrize("causal", ("none", "bottom_right"))
+@pytest.mark.parametrize("causal, masked", [("none", False), ("bottom_right", False), ("none", True)])
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("qk", FUSED_RECIPES)
 @pytest.mark.parametrize("dim", sorted(FUSED_Q_DIMS))
 @pytest.mark.one_in(6)
-def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal) -> None:
-    assert_lse_includes_mean(emulated, dim, qk, dtype, causal)
+def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: ProductType, dtype: torch.dtype, causal: Causal, masked: bool) -> None:
+    assert_lse_includes_mean(emulated, dim, qk, dtype, causal, masked)
 
 
 MEAN_MUTANTS = {
@@ -282,31 +284,48 @@ MEAN_MUTANTS = {
     "a part's unit": ("tile/quantize.h", "product * (unit * PART)", "product * unit"),
     "of the upper row": ("hopper_mainloop.h", "of_row[f.row], of_row[f.row + 8]", "of_row[f.row], of_row[f.row]"),
 }
-"""Of what K's mean adds to the LSE."""
+"""Of what K's mean adds to the LSE, where threads multiply by it."""
 
 MEAN_BY_PRODUCTS_MUTANTS = {
     "of the first head": MEAN_MUTANTS["of the first head"],
-    "of the first part": ("tile/quantize.h", "mean.columns[thread % (8 * PARTS)]", "mean.columns[thread % 8]"),
-    "of half the channels": ("tile/quantize.h", "raw[i + j][1], words.z, words.w", "raw[i + j][1], words.x, words.y"),
-    "of upper rows": ("tile/quantize.h", "= sums[0] + sums[3];", "= sums[0];"),
-    "of the first round": ("tile/quantize.h", "thread & 2 ? of_lane[1] :", "thread & 2 ? of_lane[0] :"),
-    "of one part": ("tile/quantize.h", "if (PARTS == 2) product +=", "if (PARTS == 3) product +="),
-    "of other rows": ("tile/quantize.h", "products[row(i + member() / 2)] = product * unit", "products[row(i)] = product * unit"),
-    "of the tile before": ("hopper_mainloop.h", "(shared.mean.columns[round % 2], unit", "(shared.mean.columns[0], unit"),
+    "of the first part": ("tile/quantize.h", "mean.columns[(thread ^ 8 * j) % (8 * PARTS)]", "mean.columns[(thread ^ 8 * j) % 8]"),
+    "of half the channels": ("tile/quantize.h", "words[j % orders].z, words[j % orders].w", "words[j % orders].x, words[j % orders].y"),
+    "of upper rows": ("tile/quantize.h", "sums[0] + sums[3] : product", "sums[0] : product"),
+    "of the first round": ("tile/quantize.h", "product = mine == j ?", "product = j == 0 ?"),
+    "of one part": ("tile/quantize.h", "distance < PARTS; distance *= 2) product +=", "distance < 1; distance *= 2) product +="),
+    "of other rows": ("tile/quantize.h", "products[row(i + mine)] = product * unit", "products[row(i)] = product * unit"),
+    "of the tile before": ("hopper_mainloop.h", "(shared.mean.columns[round % 2], p.score_scale", "(shared.mean.columns[0], p.score_scale"),
     "without signs": ("tile/rotate.h", "SIGNS >> (4 * lane + i) & 1 ? -x[i] : x[i]", "x[i]"),
 }
-"""The same where tensor cores multiply by it."""
+"""The same where tensor cores do."""
+
+LATE_MEAN_MUTANTS = {"never read": ("hopper_mainloop.h", "if constexpr (S::multiplies_late) find_mean_scores();", "")}
+"""The same where they do while the first scores are computed."""
+
+FOUR_PARTS_MUTANTS = {
+    "parts in one order": ("tile/quantize.h", "(thread ^ 8 * j) %", "thread %"),
+    "of two parts": ("tile/quantize.h", "first < PARTS; first += 2", "first < 2; first += 2"),
+}
+"""The same of four parts."""
+
+
+WRONG_MEANS = (
+    *((256, True, mutant) for mutant in MEAN_MUTANTS.items()),
+    *((dim, False, mutant) for dim in (128, 256) for mutant in MEAN_BY_PRODUCTS_MUTANTS.items()),
+    *((128, False, mutant) for mutant in LATE_MEAN_MUTANTS.items()),
+    *((256, False, mutant) for mutant in FOUR_PARTS_MUTANTS.items()),
+)
+"""Head dim, whether there is a mask, and a mutant that the test above must see."""
 
 
 def test_mutants_of_the_mean_change_what_is_there() -> None:
-    emulation.assert_anchored((*MEAN_MUTANTS.values(), *MEAN_BY_PRODUCTS_MUTANTS.values()))
+    emulation.assert_anchored([mutant for _, _, (_, mutant) in WRONG_MEANS])
 
 
 @pytest.mark.anywhere
 @pytest.mark.thorough
 @emulation.emulates
-@pytest.mark.parametrize("dim, name", [*((256, name) for name in MEAN_MUTANTS), *((128, name) for name in MEAN_BY_PRODUCTS_MUTANTS)])
-def test_the_emulation_sees_a_wrong_mean(dim: int, name: str) -> None:
-    mutants = MEAN_MUTANTS if dim == 256 else MEAN_BY_PRODUCTS_MUTANTS
+@pytest.mark.parametrize("dim, masked, mutant", [pytest.param(*wrong, id=f"{wrong[0]}-{wrong[1]}-{wrong[2][0]}") for wrong in WRONG_MEANS])
+def test_the_emulation_sees_a_wrong_mean(dim: int, masked: bool, mutant: tuple[str, tuple[str, str, str]]) -> None:
     with pytest.raises(AssertionError, match="close"):
-        assert_lse_includes_mean(Emulated(mutants[name]), dim, "e4m3", torch.bfloat16, "none")
+        assert_lse_includes_mean(Emulated(mutant[1]), dim, "e4m3", torch.bfloat16, "none", masked)

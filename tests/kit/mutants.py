@@ -251,8 +251,8 @@ WINDOW_MUTANTS = {
     "sink of another head": ("hopper_mainloop.h", "return p.sinks + tile.head;", "return p.sinks;"),
     "sink beside scores without the mean": (
         "hopper_mainloop.h",
-        "SinkRow::add<>(largest[0], l[0], sink - terms.mean_scores.x)",
-        "SinkRow::add<>(largest[0], l[0], sink)",
+        "SinkRow::add<>(rows.m[0], rows.l[0], logit - rows.mean_scores.x)",
+        "SinkRow::add<>(rows.m[0], rows.l[0], logit)",
     ),
     "values' mean with all weight": ("tile/score_mod.h", "return {mine * inverse, mine * keys * inverse};", "return {mine * inverse, 1.0f};"),
     "sums of keys not rescaled": ("tile/score_mod.h", "mine * keys * inverse};", "keys * inverse};"),

@@ -295,7 +295,7 @@ struct KeyMeanQuarter {
 // the lower one. So each has a column of its own: of part p, 2p for the upper row, and 2p + 1 for the lower one.
 template <int PARTS>
 struct KeyMeanColumns {
-  static_assert(PARTS <= 2);
+  static_assert(PARTS <= 4);  // there are 8 columns
 
   // of each column and lane of a quad, for the lane's quarter: channels 0 and 1 of each four, or 2 and 3
   uint4 columns[8 * PARTS];
@@ -303,11 +303,15 @@ struct KeyMeanColumns {
   // Turns a rotated mean back, in one warp: a lane has four channels, 16 lanes have a part.
   template <typename T>
   __device__ void turn_back(const float* rotated_mean) {
-    const uint32_t lane = threadIdx.x % 32, part = lane / (PART / 4) % PARTS, four = lane % (PART / 4);
-    const float4 mean = turned_back(__ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + 4 * four)));
-    if (lane / (PART / 4) >= PARTS) return;
-    reinterpret_cast<uint32_t*>(columns + 8 * part)[four] = word_of<T>(limited<T>(mean.x), limited<T>(mean.y));
-    reinterpret_cast<uint32_t*>(columns + 8 * part + 4)[four] = word_of<T>(limited<T>(mean.z), limited<T>(mean.w));
+    const uint32_t lane = threadIdx.x % 32, four = lane % (PART / 4);
+#pragma unroll
+    for (int first = 0; first < PARTS; first += 2) {
+      const uint32_t part = (first + lane / (PART / 4)) % PARTS;
+      const float4 mean = turned_back(__ldcg(reinterpret_cast<const float4*>(rotated_mean + PART * part + 4 * four)));
+      if (lane / (PART / 4) >= PARTS) return;
+      reinterpret_cast<uint32_t*>(columns + 8 * part)[four] = word_of<T>(limited<T>(mean.x), limited<T>(mean.y));
+      reinterpret_cast<uint32_t*>(columns + 8 * part + 4)[four] = word_of<T>(limited<T>(mean.z), limited<T>(mean.w));
+    }
   }
 
   // What is too large for half becomes its largest number.
@@ -394,25 +398,33 @@ struct Queries {
     if (member() % 2 == 0) scale[row(known())] = largest > 0.0f ? restores * PART : 1.0f;
   }
 
-  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Of a quad with part p, lane p
-  // has the sum of the first of two rounds, and lane p + 2 that of the second.
+  // Writes the rows' products with `mean`, times `unit`, to `products`, by tensor cores. Several rounds are multiplied
+  // together. Of a quad with part p, one lane has the sum of each: with four parts, lane p ^ i that of round i, whose
+  // columns are exchanged accordingly. With fewer, columns come twice: lane p has round 0, and lane p + 2 round 1.
   template <typename T, int PARTS>
   __device__ void multiply(const KeyMeanColumns<PARTS>& mean, float unit, float (&products)[ROWS]) const {
-    static_assert(team == QUARTERS * PARTS);
-    const uint4 words = mean.columns[thread % (8 * PARTS)];
+    static_assert(team == QUARTERS * PARTS && PARTS != 3);
+    constexpr bool exchanged = PARTS == 4;
+    constexpr int together = exchanged ? 4 : 2, orders = exchanged ? 4 : 1;
+    const uint32_t mine = exchanged ? (thread ^ thread / QUARTERS) % 4 : thread / 2 % 2;
+    uint4 words[orders];
 #pragma unroll
-    for (int i = 0; i < rounds; i += 2) {
-      float of_lane[2];
+    for (int j = 0; j < orders; ++j) words[j] = mean.columns[(thread ^ 8 * j) % (8 * PARTS)];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
+    for (int i = 0; i < rounds; i += together) {
+      float product = 0.0f;
+#pragma unroll
+      for (int j = 0; j < together; ++j) {
         float sums[4] = {};
-        mma_halves<T>(sums, raw[i + j][0], words.x, words.y);
-        mma_halves<T>(sums, raw[i + j][1], words.z, words.w);
-        of_lane[j] = sums[0] + sums[3];  // of the upper and the lower row
+        mma_halves<T>(sums, raw[i + j][0], words[j % orders].x, words[j % orders].y);
+        mma_halves<T>(sums, raw[i + j][1], words[j % orders].z, words[j % orders].w);
+        product = mine == j ? sums[0] + sums[3] : product;  // of the upper and the lower row
       }
-      float product = thread & 2 ? of_lane[1] : of_lane[0];
-      if (PARTS == 2) product += __shfl_xor_sync(~0u, product, QUARTERS + 1);
-      if ((member() & ~2u) == 0) products[row(i + member() / 2)] = product * unit;
+      // the neighbouring part's sum of the same round
+#pragma unroll
+      for (int distance = 1; distance < PARTS; distance *= 2) product += __shfl_xor_sync(~0u, product, distance * (QUARTERS + 1));
+      const bool stores = exchanged ? member() < QUARTERS : (member() & ~2u) == 0;
+      if (stores) products[row(i + mine)] = product * unit;
     }
   }
 
