@@ -115,10 +115,10 @@ __device__ void measure_keys(const Params& p, FusedSmallStorage<C>& shared, cons
   WarpgroupSmem& own = shared.warpgroups[part.warpgroup];
   auto& lanes = reinterpret_cast<LaneStatistics<T>&>(own.lanes);
   const int thread = threadIdx.x % 128;
-  keys.template statistics<false>(lanes);
+  keys.template statistics<false>(lanes, sample_step(p.kv_length));
   ptx::warpgroup_sync(1 + part.warpgroup);
   const auto found = Statistics::of<false>(lanes);
-  if (thread % 8 == 0) own.shift[found.channel()] = key_mean_of(found.sum, p.inverse_length);
+  if (thread % 8 == 0) own.shift[found.channel()] = key_mean_of(found.sum, inverse_sample_of(p.kv_length));
   ptx::warpgroup_sync(1 + part.warpgroup);
   const int quad = thread / C.cluster;
   if (quad < QUADS) dsmem_store(thread % C.cluster, &shared.key_mean[part.slice * QUADS + quad], reinterpret_cast<const uint4*>(own.shift)[quad], &shared.means_full);

@@ -66,12 +66,12 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   clear_flags(p, coord);
   ptx::launch_dependents();
   const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
-  const bool has_all = coord.token_chunks == 1;
+  const bool one_chunk = coord.token_chunks == 1;
   Sample<T> sample;
-  if (!has_all && threadIdx.x < Sample<T>::parts(coord)) sample.load(p, coord, k);
+  if (!one_chunk && threadIdx.x < Sample<T>::parts(coord)) sample.load(p, coord, k);
   mine.load(shared.tile.tile, v + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
-  if (has_all)
-    measure_all_keys<C, T>(p, shared, coord, k, mine);
+  if (one_chunk)
+    measure_slice_of_keys<C, T>(p, shared, coord, k, mine);
   else
     measure_sampled_keys<C, T>(p, shared, coord, sample);
   measure_values<C, T>(shared, coord, mine);

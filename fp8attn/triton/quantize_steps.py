@@ -561,5 +561,5 @@ def inverse_of(count):
 @triton.jit
 def sample_of(length):
     """quantization.sample_step, and the inverse of quantization.sample_size."""
-    step = tl.where(length <= TOKEN_CHUNK, 1, tl.cdiv(length, SAMPLE) | 1)
+    step = tl.cdiv(length, SAMPLE) | 1
     return step, inverse_of(tl.cdiv(length, step))

@@ -425,6 +425,7 @@ SYNCS = {
     "the cluster is there": ("  ptx::cluster_wait();", "  "),
     "sums of the sample": ("  __syncthreads();\n  if (thread >= channels) return;", "  if (thread >= channels) return;"),
     "keys that aren't finite, of one token chunk": ("  if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens\n", ""),
+    "the sample of one token chunk": ("coord.length, sample_step(coord.length), mine", "coord.length, 1, mine"),
     "the sample lay there": ("  __syncthreads();  // `warps` overlaps `sampled`, which has been read\n", ""),
     "moments of all warps": ("  mine.sync();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
     "what there is to tell": ("  mine.sync();\n}\n\n// Measures V's tile", "}\n\n// Measures V's tile"),

@@ -12,12 +12,13 @@ from torch.library import opcheck
 
 import emulation
 import fp8attn
+from closeness import on_grid
 from emulated import Emulated
 from fp8attn import Recipe
 from fp8attn.cuda import fused_small, one_launch
 from fp8attn.device import ARCHITECTURES
 from fp8attn.ops import library_ops
-from fp8attn.quantization import coarse, removable, value_mean
+from fp8attn.quantization import coarse, removable, sample_step, value_mean
 from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.reference import Causal
 from one_launch import assert_bits_of_case, assert_bits_of_what_is_not_finite, assert_emulated, assert_same_bits_a_thousand_times, halves
@@ -98,6 +99,43 @@ def test_emulated_it_quantizes_and_attends(emulated: Emulated, q: tuple[int, ...
     if k[2] > 77:
         key[0, 0, 77, 3], value[0, 0, 200, 5] = torch.inf, torch.nan
     assert_emulated(emulated, one_launch.small(query, key), (query, key, value), causal)
+
+
+SAMPLE_MUTANTS = {
+    "all tokens": ("fused_small.cuh", "lanes, sample_step(p.kv_length));", "lanes);"),
+    "over another number of tokens": ("fused_small.cuh", "inverse_sample_of(p.kv_length)", "p.inverse_length"),
+    "in another phase": ("tile/quantize.h", "int phase = lane % apart;", "int phase = lane * 2 % apart;"),
+    "of one token in each lane": ("tile/quantize.h", "if (phase >= apart) phase -= apart;", "phase -= apart;"),
+    "another one beside infinity": ("tile/quantize.h", "(lane + i * LANES) % apart == 0", "i % apart == 0"),
+}
+"""Of K's mean."""
+
+
+def test_mutants_of_the_sample_change_what_is_there() -> None:
+    emulation.assert_anchored(SAMPLE_MUTANTS.values())
+
+
+def assert_of_a_sample(emulated: Emulated, length: int) -> None:
+    """Of keys that are far from the sampled ones. One of these is infinite, which counts as zero, and no query sees it."""
+    query, key, value = halves((1, 1, 70, 64), (1, 1, length, 64))
+    is_sampled = torch.arange(length) % sample_step(length) == 0
+    key[:, :, ~is_sampled] += 16 * torch.randn(64, generator=torch.Generator().manual_seed(0)).sign()
+    key[0, 0, 30 * sample_step(length)] = torch.inf
+    assert_emulated(emulated, one_launch.small(query, key), (query, on_grid(key), value), "top_left")
+
+
+@pytest.mark.anywhere
+@pytest.mark.parametrize("length", (129, 300, 512))
+def test_emulated_means_of_keys_are_of_a_sample(emulated: Emulated, length: int) -> None:
+    assert_of_a_sample(emulated, length)
+
+
+@pytest.mark.anywhere
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", SAMPLE_MUTANTS)
+def test_the_emulation_sees_a_wrong_sample(name: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_of_a_sample(Emulated(SAMPLE_MUTANTS[name]), 300)
 
 
 @pytest.mark.parametrize("options", (("none", False), ("top_left", True)))

@@ -15,7 +15,7 @@ constexpr int SLICE = 16;  // channels of K or V per warpgroup of the fused smal
 constexpr int QUADS = SLICE / 4;
 
 // quantization.sample_step
-__device__ inline int sample_step(int length) { return length <= TOKEN_CHUNK ? 1 : (length + SAMPLE - 1) / SAMPLE | 1; }
+__device__ inline int sample_step(int length) { return (length + SAMPLE - 1) / SAMPLE | 1; }
 
 // 1 / quantization.sample_size
 __device__ inline float inverse_sample_of(int length) {
@@ -213,25 +213,34 @@ struct Slice {
     for (int i = 0; i < STEPS; ++i) raw[i] = i < count ? *reinterpret_cast<const uint2*>(first + i * step) : uint2{};
   }
 
-  // Statistics of the finite elements. Non-finite elements of K become NaN. Those of V become zero, because their
-  // tokens' keys become NaN instead.
+  // Statistics of the finite elements: of K the sums of the sampled tokens alone. Non-finite elements of K become NaN.
+  // Those of V become zero, because their tokens' keys become NaN instead. `apart`: sample_step.
+  //
+  // Lane i of the sample has the tokens of the slice's lane i · apart mod LANES, in the same order. The sampling period
+  // is odd, so lanes that are added are as far apart here as there.
   template <bool VALUES>
-  __device__ void statistics(LaneStatistics<T>& lanes) {
+  __device__ void statistics(LaneStatistics<T>& lanes, int apart = 1) {
     constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
-    float sum[4] = {};
+    float sum[4] = {}, sampled[4] = {};
     uint2 low = {above, above}, high = {below, below};
-    const auto add = [&](uint2 word, uint2 without) {
+    const auto add = [&](uint2 word, uint2 without, bool of_sample) {
       const float2 a = Pair<T>::floats(word.x & ~without.x), b = Pair<T>::floats(word.y & ~without.y);
       sum[0] += a.x, sum[1] += a.y, sum[2] += b.x, sum[3] += b.y;
+      if (!VALUES && of_sample) sampled[0] += a.x, sampled[1] += a.y, sampled[2] += b.x, sampled[3] += b.y;
       if constexpr (VALUES) {
         low = {least<T>(low.x, word.x & ~without.x | above & without.x), least<T>(low.y, word.y & ~without.y | above & without.y)};
         high = {most<T>(high.x, word.x & ~without.x | below & without.x), most<T>(high.y, word.y & ~without.y | below & without.y)};
       }
     };
+    int phase = lane % apart;  // of a token in the sampling period
 #pragma unroll
-    for (int i = 0; i < STEPS; ++i)
-      if (i < count) add(raw[i], uint2{});
+    for (int i = 0; i < STEPS; ++i) {
+      if (i < count) add(raw[i], uint2{}, phase == 0);
+      phase += LANES % apart;
+      if (phase >= apart) phase -= apart;
+    }
     if (!is_finite(fmaf(sum[0], 0.0f, sum[1] * 0.0f) + fmaf(sum[2], 0.0f, sum[3] * 0.0f))) {  // or a sum overflowed
+      sampled[0] = sampled[1] = sampled[2] = sampled[3] = 0.0f;
       sum[0] = sum[1] = sum[2] = sum[3] = 0.0f;
       low = {above, above}, high = {below, below};
 #pragma unroll 1
@@ -239,7 +248,7 @@ struct Slice {
         const uint2 word = *reinterpret_cast<const uint2*>(first + i * step);
         const uint2 bad = not_finite<T>(word);
         if (bad.x | bad.y) nonfinite |= 1u << i;
-        add(word, bad);
+        add(word, bad, (lane + i * LANES) % apart == 0);
       }
 #pragma unroll
       for (int i = 0; i < STEPS; ++i) {
@@ -249,7 +258,8 @@ struct Slice {
         }
       }
     }
-    lanes.sum[lane][quad] = {sum[0], sum[1], sum[2], sum[3]};
+    const float (&found)[4] = VALUES ? sum : sampled;
+    lanes.sum[lane][quad] = {found[0], found[1], found[2], found[3]};
     if constexpr (VALUES) {
       uint2* extremes = reinterpret_cast<uint2*>(&lanes.extremes[lane][quad]);
       extremes[0] = low, extremes[1] = high;
