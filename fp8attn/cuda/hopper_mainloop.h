@@ -166,16 +166,8 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         queries.quantize(scales.row_scale, store);
         if (!S::multiplies_late) multiply_by_mean(queries, tile, round);
       } else {
-        const float* of_quarter = mean_of<C.head_dim>(p, tile) + QUARTER * queries.member();
-        const bool wanted = p.lse_mean != nullptr && has_keys(tile);
-        // Q doesn't wait for a quantizer that still has the tile's keys.
-        const bool late = wanted && p.ready != nullptr && !__all_sync(~0u, ptx::mbarrier_test(&shared.k_full[ring.stage], ring.phase));
-        auto mean = KeyMeanQuarter::load(of_quarter, wanted && !late);
         queries.quantize(scales.row_scale, store);
-        if (late) {
-          wait_for_keys(ring);
-          mean = KeyMeanQuarter::load(of_quarter, true);
-        }
+        const auto mean = KeyMeanQuarter::load(mean_of<C.head_dim>(p, tile) + QUARTER * queries.member(), p.lse_mean != nullptr && has_keys(tile));
         queries.multiply(mean, p.score_scale * (1 / LOG2E), shared.mean_scores.of_row[consumer]);
       }
       ptx::fence_proxy_async();

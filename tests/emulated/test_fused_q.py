@@ -279,7 +279,7 @@ def test_the_lse_includes_the_mean_of_keys(emulated: Emulated, dim: int, qk: Pro
 MEAN_MUTANTS = {
     "of the first head": ("tile/seq_len.h", "p.kv_heads + tile.kv_head) * DIM", "p.kv_heads) * DIM"),
     "of other rows": ("tile/quantize.h", "row(i + member() / (team / 2))", "row(i)"),
-    "of the first quarter": ("hopper_mainloop.h", " + QUARTER * queries.member();", ";"),
+    "of the first quarter": ("hopper_mainloop.h", " + QUARTER * queries.member(), p.lse_mean", ", p.lse_mean"),
     "of a lane": ("tile/quantize.h", "reduce_over_team<team>(of_quarter, member(), sum)", "of_quarter[0]"),
     "a part's unit": ("tile/quantize.h", "product * (unit * PART)", "product * unit"),
     "of the upper row": ("hopper_mainloop.h", "of_row[f.row], of_row[f.row + 8]", "of_row[f.row], of_row[f.row]"),

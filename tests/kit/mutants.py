@@ -166,12 +166,6 @@ READY_MUTANTS = {
 }
 """Mutants of attention that starts while keys and values are still being quantized."""
 
-WIDE_READY_MUTANTS = {
-    "a mean that isn't there yet": ("hopper_mainloop.h", "const bool late = wanted &&", "const bool late = false &&"),
-    "a mean that isn't waited for": ("hopper_mainloop.h", "          wait_for_keys(ring);\n          mean", "          mean"),
-}
-"""The same of 256 channels."""
-
 
 GENERAL = "general"
 

@@ -64,8 +64,6 @@ inline void mbarrier_complete(uint64_t* barrier, uint32_t bytes) {
   barrier_at(barrier).go_on();
 }
 
-inline bool mbarrier_test(uint64_t* barrier, uint32_t parity) { return barrier_at(barrier).parity != parity; }
-
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) { cta::wait_for_phase(barrier, parity); }
 
 }  // namespace fp8attn::ptx
