@@ -351,6 +351,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     }
     prepare(read(shared.k_scale[ring.stage].own));
     if constexpr (S::multiplies_late) multiply_by_mean(queries, work_tile, round);
+    // Not where O is declared: causal calls with 128 channels would take 1 % more clocks.
 #pragma unroll
     for (float& x : o) x = 0.0f;
 #pragma unroll

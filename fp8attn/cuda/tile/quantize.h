@@ -223,13 +223,14 @@ struct Slice {
     constexpr uint32_t above = Pair<T>::infinities, below = above | 0x80008000;
     float sum[4] = {}, sampled[4] = {};
     uint2 low = {above, above}, high = {below, below};
-    const auto add = [&](uint2 word, uint2 without, bool of_sample) {
-      const float2 a = Pair<T>::floats(word.x & ~without.x), b = Pair<T>::floats(word.y & ~without.y);
+    const auto add = [&](uint2 word, uint2 bad, bool of_sample) {
+      const uint2 kept = without(word, bad);
+      const float2 a = Pair<T>::floats(kept.x), b = Pair<T>::floats(kept.y);
       sum[0] += a.x, sum[1] += a.y, sum[2] += b.x, sum[3] += b.y;
       if (!VALUES && of_sample) sampled[0] += a.x, sampled[1] += a.y, sampled[2] += b.x, sampled[3] += b.y;
       if constexpr (VALUES) {
-        low = {least<T>(low.x, word.x & ~without.x | above & without.x), least<T>(low.y, word.y & ~without.y | above & without.y)};
-        high = {most<T>(high.x, word.x & ~without.x | below & without.x), most<T>(high.y, word.y & ~without.y | below & without.y)};
+        low = {least<T>(low.x, kept.x | above & bad.x), least<T>(low.y, kept.y | above & bad.y)};
+        high = {most<T>(high.x, kept.x | below & bad.x), most<T>(high.y, kept.y | below & bad.y)};
       }
     };
     int phase = lane % apart;  // of a token in the sampling period
@@ -278,8 +279,8 @@ struct KeyMeanQuarter {
   float channels[QUARTER];
   bool exists;
 
-  // From L2, because a grid that still runs may have written it. Zeros if there is none: registers that are set under
-  // a condition stay reserved through the main loop.
+  // From L2, where grids before have written it. Zeros if there is none: registers that are set under a condition stay
+  // reserved through the main loop.
   __device__ static KeyMeanQuarter load(const float* from, bool exists) {
     KeyMeanQuarter mean;
     mean.exists = exists;
