@@ -374,8 +374,8 @@ def varlen_sdpa(
             cu_seqlens_q[i + 1]]. A sequence may be empty. Tokens in no sequence are not read, and their rows of the
             results hold anything. None if q is Quantized.
         cu_seqlens_k: the same for k and v. None if k is Quantized.
-        max_seqlen_q, max_seqlen_k: the most queries and keys of a sequence, or None. Kernels choose tiles by them;
-            results don't depend on them, but for rounding.
+        max_seqlen_q, max_seqlen_k: the most queries and keys of a sequence, or None. Tiles and the kernels that
+            quantize K and V are chosen by them; results don't depend on them, but for rounding.
         seqused_k: int32 (N,): only the first seqused_k[i] keys of sequence i exist; or None.
         is_causal: row i of a sequence sees its keys j <= i + Sk - Sq: the mask is aligned to the bottom right.
         window: (left, right): row i sees the keys from j - left to j + right, where j is i + Sk - Sq. -1 is unlimited.

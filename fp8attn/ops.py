@@ -166,15 +166,19 @@ def unsupported_cuda_lse(lse: torch.Tensor, q: torch.Tensor) -> str | None:
     return general_quantize.unsupported_lse(lse, q, device) or build.unavailable(general_quantize.UNSMOOTHER, device.arch)
 
 
-def quantized_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed) -> tuple[Quantized, Quantized]:
-    """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same."""
+def quantized_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed, longest: int | None = None) -> tuple[Quantized, Quantized]:
+    """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same.
+
+    Args:
+        longest: the most tokens of a sequence, as far as the caller knows, or None. Only speed depends on it.
+    """
     if not has_kernels(k.device):
         return quantize_ref.quantize_packed(k, v, recipe, packed)
     device = device_of(k.device)
     with current(k.device):
         if unsupported_cuda_quantize(k, v, recipe, device, packed=True) is None:
             try:
-                return cuda_run.quantize_packed(k, v, recipe.qk, packed, device)
+                return cuda_run.quantize_packed(k, v, recipe.qk, packed, device, longest)
             except BuildError as error:
                 warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
         return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device)

@@ -72,7 +72,7 @@ def _quantized_problem(problem: Problem, q: torch.Tensor | None) -> tuple[Quanti
     """The quantized q, if it is given, k and v of a problem."""
     if problem.varlen is not None:
         query = None if q is None else ops.quantized(q, None, None, problem.recipe)[0]
-        return query, *ops.quantized_packed(problem.k, problem.v, problem.recipe, problem.varlen.k)
+        return query, *ops.quantized_packed(problem.k, problem.v, problem.recipe, problem.varlen.k, problem.varlen.longest_k)
     query, key, value = ops.quantized(q, problem.k, problem.v, problem.recipe)
     assert key is not None and value is not None
     return query, key, value

@@ -325,13 +325,15 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
 }
 
 // Quantizes packed K and V, (1, H, T, D), each sequence as if it were alone.
-void quantize_packed(int64_t launcher, int64_t ctas, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens, const std::optional<Tensor>& seqused,
+void quantize_packed(int64_t launcher, int64_t ctas, int64_t cluster_chunks, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens, const std::optional<Tensor>& seqused,
                      const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
   fp8attn::QuantizeParams p = params_of_values(v);
   write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
   p.cu_seqlens = cu_seqlens.const_data_ptr<int>();
   p.seqused = address_of<int>(seqused);
   p.sequences = cu_seqlens.size(0) - 1;
+  p.units = ctas;
+  p.cluster_chunks = cluster_chunks;
   const Tensor stats = room_of(stats_bytes, k);
   p.chunk_stats = stats.mutable_data_ptr();
   launch(launcher, p, ctas, k.get_device());
@@ -665,7 +667,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean, Tensor(g!)? words) -> ()");
   define(
-      "quantize_packed(int launcher, int ctas, int stats_bytes, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seqused, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean,"
+      "quantize_packed(int launcher, int ctas, int cluster_chunks, int stats_bytes, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seqused, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean,"
       " Tensor(d!) v_data, Tensor(e!) v_scale, Tensor(f!) v_mean) -> ()");
   define("measure_part(int launcher, int ctas, Tensor v, Tensor(a!) sums, Tensor(b!) extremes, Tensor(c!) chunk_stats) -> ()");
   define(

@@ -142,6 +142,8 @@ struct QuantizeParams {
   // (places, H, slices), some of which stay empty (layout.first_unit).
   const int *cu_seqlens, *seqused;  // (N + 1), and (N) or null
   int sequences;
+  int units;           // slices of the token chunks of all places and heads
+  int cluster_chunks;  // token chunks of the sequences that clusters quantize; the others take three kernels
 };
 
 // Parameters of the kernels that quantize any Q, K and V. Either `q` or `k` and `v` may be null, with their outputs.

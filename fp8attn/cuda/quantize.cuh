@@ -1,6 +1,7 @@
 // Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantization.py's default recipe, or its int8 variant. Gives
 // the same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
-// (quantize_long.cuh).
+// (quantize_long.cuh). Of packed sequences, clusters quantize those that they can hold, if the caller says that there
+// are few others; the three kernels follow, and do what is left.
 //
 // A cluster of CTAs has one head. Each CTA has a part of a chunk of 512 tokens in shared memory, first of V, then of K.
 // V comes first because keys of tokens with non-finite values become NaN. Of V it is a slice of 64 channels. Of K it is
@@ -8,6 +9,8 @@
 // and scales need all token chunks, and K's mean is taken over a sample of the tokens, which CTAs read from global
 // memory.
 #pragma once
+
+#include <algorithm>
 
 #include "launch.h"
 #include "params.h"
@@ -45,7 +48,24 @@ __device__ void broadcast_stats(QuantizeStorage<C>& shared, const ClusterCoord& 
   if (slice < coord.slices) send(coord, coord.rank_of(coord.token_chunk, slice), &shared.tile.nonfinite[coord.slice][n], shared.own.nonfinite[n], &shared.stats_full);
 }
 
+// What there is of an empty sequence.
+__device__ inline void write_nothing(const QuantizeParams& p, const ClusterCoord& coord) {
+  if (threadIdx.x >= CHANNELS) return;
+  const int64_t channel = coord.channel() + threadIdx.x;
+  p.k_mean[channel] = 0.0f, p.v_mean[channel] = 0.0f, p.v_scale[channel] = 1.0f;
+}
+
+// The coordinates of a CTA.
+template <bool PACKED>
+__device__ ClusterCoord coord_of_cta(const QuantizeParams& p, int cta) {
+  if constexpr (PACKED)
+    return ClusterCoord::of_cluster(p, cta);
+  else
+    return ClusterCoord(p, cta);
+}
+
 // Instance::config is the QuantizeConfig. INT8: K becomes int8, not e4m3. The grid has one cluster per head of K and V.
+// Of packed sequences, it runs beside the kernel before, which has seen to it that K, V and lengths are there.
 // A CTA exits only after it has received everything that is sent to it. So no store targets a CTA that has exited, and
 // the kernel ends without a cluster barrier.
 template <class Instance, bool INT8, typename T>
@@ -53,7 +73,12 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   constexpr QuantizeConfig C = Instance::config;
   extern __shared__ __align__(128) uint8_t bytes[];
   QuantizeStorage<C>& shared = *reinterpret_cast<QuantizeStorage<C>*>(bytes);
-  const ClusterCoord coord(p, blockIdx.x);
+  const ClusterCoord coord = coord_of_cta<C.packed>(p, blockIdx.x);
+  if (C.packed && (!coord.exists() || !coord.is_clustered(p))) {
+    ptx::cluster_arrive_relaxed();  // the sequence's other CTAs wait for it
+    if (coord.length == 0 && coord.token_chunk == 0) write_nothing(p, coord);
+    return ptx::wait_for_grids_before();
+  }
   const Mine mine;
   if (threadIdx.x < BLOCKS) shared.own.nonfinite[threadIdx.x] = {};
   if (threadIdx.x == 0) {
@@ -62,8 +87,10 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   }
   __syncthreads();
   ptx::cluster_arrive_relaxed();
-  ptx::wait_for_grids_before();
-  clear_flags(p, coord);
+  if constexpr (!C.packed) {
+    ptx::wait_for_grids_before();
+    clear_flags(p, coord);
+  }
   ptx::launch_dependents();
   const T *v = slice_of<T>(p.v, p.v_strides, coord), *k = slice_of<T>(p.k, p.k_strides, coord);
   const bool one_chunk = coord.token_chunks == 1;
@@ -96,29 +123,59 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) quantize_kv(co
   const auto again = [&] {
     int cta = blockIdx.x;
     asm volatile("" : "+r"(cta));
-    return ClusterCoord(p, cta);
+    return coord_of_cta<C.packed>(p, cta);
   };
   const auto first_key = [&](const ClusterCoord& of) { return slice_of<T>(p.k, p.k_strides, of) + of.first * p.k_strides[2] - of.slice * CHANNELS; };
   const ClusterCoord of_keys = again();
-  Keys<T> keys(KeyPart(p.head_dim / CHANNELS, of_keys.slice));
-  keys.load(shared.tile.tile, first_key(of_keys), p.k_strides[2], of_keys.count);
+  Keys<T> keys(KeyPart(p.head_dim / CHANNELS, of_keys.slice, of_keys.count));
+  keys.load(shared.tile.tile, first_key(of_keys), p.k_strides[2]);
   write_key_parts<INT8, T>(p, shared.tile, of_keys, keys, [&] { return first_key(again()); });
-  say_done(p, of_keys);
+  if constexpr (C.packed)
+    ptx::wait_for_grids_before();
+  else
+    say_done(p, of_keys);
+}
+
+template <class Instance, typename T>
+cudaError_t launch_in_clusters(const QuantizeParams& p, int ctas, int cluster, cudaStream_t stream) {
+  constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
+  const auto kernel = p.int8 ? quantize_kv<Instance, true, T> : quantize_kv<Instance, false, T>;
+  cudaError_t error = take_shared_memory(kernel, bytes);
+  if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error != cudaSuccess) return error;
+  return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
+}
+
+// CTAs of kernels that have no more to do than to look whether there are longer sequences than the caller said.
+constexpr int FEW_CTAS = 128;
+
+// `ctas`: slices of token chunks, of packed sequences of every place and head.
+template <class Instance, typename T>
+cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
+  constexpr bool packed = Instance::config.packed;
+  const int slices = p.head_dim / CHANNELS, heads = packed ? p.sequences * p.heads : ctas / slices / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK);
+  const int samples = p.step == QuantizeStep::all ? heads * slices : 0;
+  const bool in_clusters = packed && p.cluster_chunks > 0;
+  const auto grid = [&](int items) { return in_clusters ? std::min(items, FEW_CTAS) : items; };
+  const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
+  cudaError_t error = take_shared_memory(write, sizeof(TileStorage));
+  if (error == cudaSuccess && p.step != QuantizeStep::write)
+    error = launch_grid(measure_kv<Instance, T>, p, grid(samples + ctas), THREADS, sizeof(MomentsStorage), stream);
+  if constexpr (packed) {
+    const int cluster = p.cluster_chunks * slices;
+    if (error == cudaSuccess && in_clusters) error = launch_in_clusters<Instance, T>(p, heads * cluster, cluster, stream);
+  }
+  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_grid(finish_kv<packed, T>, p, grid(heads * slices), CHANNELS + 32, 0, stream);
+  if (error == cudaSuccess && p.step != QuantizeStep::measure) error = launch_grid(write, p, grid(ctas / slices * writers_of(slices)), THREADS, sizeof(TileStorage), stream);
+  return error;
 }
 
 template <class Instance, typename T>
 cudaError_t launch_of(const QuantizeParams& p, int ctas, cudaStream_t stream) {
-  if constexpr (IS_LONG<Instance::config>) {
+  if constexpr (Instance::config.token_chunks == 1 || Instance::config.packed)
     return launch_long<Instance, T>(p, ctas, stream);
-  } else {
-    constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
-    const int cluster = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS);
-    const auto kernel = p.int8 ? quantize_kv<Instance, true, T> : quantize_kv<Instance, false, T>;
-    cudaError_t error = take_shared_memory(kernel, bytes);
-    if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
-    if (error != cudaSuccess) return error;
-    return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
-  }
+  else
+    return launch_in_clusters<Instance, T>(p, ctas, (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK * (p.head_dim / CHANNELS), stream);
 }
 
 template <class Instance>

@@ -28,7 +28,10 @@ CHANNELS = 64
 LARGEST_DIM = 256
 
 LARGEST_CLUSTER = 16
-"""CTAs of the largest cluster. Clusters of more than 8 CTAs aren't portable."""
+"""CTAs of the largest cluster."""
+
+PORTABLE_CLUSTER = 8
+"""CTAs of the largest cluster that every GPU can run."""
 
 THREADS = 256
 WARPS = 8
@@ -39,7 +42,7 @@ MOMENTS = CHANNELS * (4 + 2 + 2)
 NONFINITE = TOKEN_CHUNK // 8
 """Bytes of one bit for each token of a chunk."""
 
-CHUNK_STATS_BYTES = MOMENTS + NONFINITE
+CHUNK_STATS_BYTES = MOMENTS + NONFINITE + 16
 """sizeof(ChunkStats): what one kernel tells the next of a slice of a token chunk of V."""
 
 
@@ -48,10 +51,10 @@ class QuantizeConfig:
     """One instance. The fields of C++'s QuantizeConfig, in order.
 
     Attributes:
-        token_chunks: largest number of chunks of TOKEN_CHUNK tokens that a cluster holds; a power of two. 1: heads may
-            have any number, and each chunk has a cluster.
+        token_chunks: largest number of chunks of TOKEN_CHUNK tokens that a cluster holds; a power of two. 1: there are
+            no clusters, and heads may have any number.
         ctas: CTAs per SM that registers must leave room for, at least.
-        packed: for packed sequences of any lengths.
+        packed: for packed sequences, also longer ones than a cluster holds.
     """
 
     token_chunks: int
@@ -66,23 +69,18 @@ class QuantizeConfig:
     @property
     def is_long(self) -> bool:
         """Whether heads may be longer than a cluster can hold."""
-        return self.token_chunks == 1
+        return self.token_chunks == 1 or self.packed
 
     @functools.cached_property
     def shared_bytes(self) -> int:
         """sizeof(QuantizeStorage), in bytes."""
         slices, largest = LARGEST_DIM // CHANNELS, 4 * TOKEN_CHUNK // SCALE_BLOCK
         tile = TOKEN_CHUNK * CHANNELS * 2 + slices * (4 * CHANNELS + NONFINITE) + 8 * CHANNELS + WARPS * largest
-        if self.is_long:
+        if self.token_chunks == 1:
             return round_up(tile, 128)
         measured = max((WARPS + self.token_chunks) * MOMENTS, 4 * LANES * CHANNELS)
         own = MOMENTS + 4 * CHANNELS + NONFINITE
         return round_up(round_up(tile, 128) + measured + own + 8, 128)
-
-    @property
-    def writers(self) -> int:
-        """CTAs that write a slice of a token chunk. The long instance has one for V and another for K."""
-        return 2 if self.is_long else 1
 
     def stats_bytes(self, ctas: int) -> int:
         """Bytes of what the kernels of a call with so many CTAs tell each other."""
@@ -97,8 +95,12 @@ OF_CLUSTERS = (QuantizeConfig(8, 3), QuantizeConfig(16, 2))
 OF_LONG = QuantizeConfig(1, 3)
 """For heads that are longer than a cluster can hold."""
 
-OF_PACKED = QuantizeConfig(1, 3, packed=True)
+OF_PACKED = QuantizeConfig(8, 3, packed=True)
 """For packed sequences."""
+
+LEAST_FULL = 0.3
+"""The share of their room that clusters of several token chunks must fill, or packed sequences take none: a cluster
+begins where there is room for all of its CTAs, also those that will have no tokens."""
 
 INSTANCES = (*OF_CLUSTERS, OF_LONG, OF_PACKED)
 """The compiled instances, each for e4m3 and int8."""
@@ -124,12 +126,31 @@ def ctas_of_packed(k: torch.Tensor, packed: Packed) -> int:
     return units_of(packed, TOKEN_CHUNK) * k.shape[1] * slices_of(k)
 
 
+def cluster_chunks_of(k: torch.Tensor, packed: Packed, longest: int | None) -> int:
+    """Token chunks of the clusters that quantize packed keys (1, H, T, D); 0: no clusters do.
+
+    Args:
+        longest: the most tokens of a sequence, as far as the caller knows, or None. Sequences that turn out to be
+            longer take the kernels without clusters.
+    """
+    chunks = 0 if longest is None else -(-longest // TOKEN_CHUNK)
+    is_empty = chunks > 1 and packed.tokens < LEAST_FULL * packed.sequences * chunks * TOKEN_CHUNK
+    return 0 if is_empty or chunks * slices_of(k) > PORTABLE_CLUSTER else chunks
+
+
 def grid_of(k: torch.Tensor) -> tuple[QuantizeConfig, int]:
     """The instance for a call, and `ctas_of`. `unsupported_call` must have returned None."""
     chunks, ctas = token_chunks_of(k), ctas_of(k)
     if ctas > LARGEST_CLUSTER:
         return OF_LONG, ctas
     return next(c for c in OF_CLUSTERS if c.token_chunks >= chunks), ctas
+
+
+def writers_of(k: torch.Tensor, config: QuantizeConfig) -> int:
+    """Number of CTAs that write a head. The long instance has some for slices of V, and others for parts of K: 1, 2, 4
+    and 4 of a token chunk of 1 to 4 slices."""
+    slices = slices_of(k)
+    return token_chunks_of(k) * (slices + (slices if slices < 3 else 4) if config.is_long else slices)
 
 
 def choose(k: torch.Tensor) -> QuantizeConfig:

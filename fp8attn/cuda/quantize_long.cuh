@@ -36,39 +36,59 @@ __device__ ClusterCoord coord_of_head(const QuantizeParams& p, int number) {
     return ClusterCoord(p, pair * ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK) * slices + number % slices);
 }
 
-// A slice of the n-th token chunk. In order are heads and their token chunks. Of packed sequences it is places and
-// heads, so that CTAs which run at the same time read all heads of the same tokens, which lie side by side.
-template <bool PACKED>
-__device__ ClusterCoord coord_of_chunk(const QuantizeParams& p, int n, int slice) {
-  if constexpr (PACKED)
-    return ClusterCoord::of_place(p, n / p.heads, n % p.heads, slice);
-  else
-    return ClusterCoord(p, n * (p.head_dim / CHANNELS) + slice);
+// What is known of a slice of the n-th token chunk. In order are heads and their token chunks. Of packed sequences it
+// is places and heads, so that CTAs which run at the same time read all heads of the same tokens, which lie side by
+// side.
+__device__ inline ChunkStats& stats_of_chunk(const QuantizeParams& p, int n, int slice) { return static_cast<ChunkStats*>(p.chunk_stats)[n * (p.head_dim / CHANNELS) + slice]; }
+
+// Whether there are packed sequences that clusters don't quantize. Called by whole warps.
+__device__ inline bool has_long_sequences(const QuantizeParams& p) {
+  if (p.cluster_chunks == 0) return true;
+  bool found = false;
+  for (int i = threadIdx.x % 32; i < p.sequences; i += 32) found |= PackedSequence(p, i).length > p.cluster_chunks * TOKEN_CHUNK;
+  return __any_sync(~0u, found);
 }
 
-// CTAs of `measure_kv` that have a slice of a head's sample of K. They are the first of its grid.
+// Calls f(n) for every item of a CTA. Of packed sequences there may be fewer CTAs than items.
+template <bool PACKED, typename F>
+__device__ void for_items(const QuantizeParams& p, int items, F&& f) {
+  if constexpr (!PACKED) {
+    f(blockIdx.x);
+  } else {
+    if (!has_long_sequences(p)) return;
+#pragma unroll 1
+    for (int n = blockIdx.x; n < items; n += gridDim.x) {
+      f(n);
+      __syncthreads();  // shared memory has been read
+    }
+  }
+}
+
+// Slices of the heads of all packed sequences.
+__device__ inline int slices_of_heads(const QuantizeParams& p) { return p.sequences * p.heads * (p.head_dim / CHANNELS); }
+
+// The first items of `measure_kv`, each of which is a slice of a head's sample of K.
 template <bool PACKED>
 __device__ int samples_of(const QuantizeParams& p) {
   if (p.step != QuantizeStep::all) return 0;
-  return PACKED ? p.sequences * p.heads * (p.head_dim / CHANNELS) : int(gridDim.x) / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK + 1);
+  return PACKED ? slices_of_heads(p) : int(gridDim.x) / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK + 1);
 }
 
-// CTAs of `measure_kv` on one SM, which registers must leave room for: it takes little shared memory.
-constexpr int MEASURING_CTAS = 4;
-
-// The grid has a CTA for every slice of the sample of each head, and then one for every slice of every token chunk, the
-// last heads first. K's mean, not rotated yet, goes to p.k_mean.
-template <class Instance, typename T>
-__global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __grid_constant__ QuantizeParams p) {
-  constexpr bool packed = Instance::config.packed;
-  extern __shared__ __align__(128) uint8_t bytes[];
-  MomentsStorage& shared = *reinterpret_cast<MomentsStorage*>(bytes);
-  ptx::wait_for_grids_before();  // one of which may write lengths
-  ptx::launch_dependents();
-  const bool is_sample = blockIdx.x < samples_of<packed>(p);
-  const int slices = p.head_dim / CHANNELS, from_last = gridDim.x - 1 - blockIdx.x;
-  const ClusterCoord coord = is_sample ? coord_of_head<packed>(p, blockIdx.x) : coord_of_chunk<packed>(p, from_last / slices, from_last % slices);
-  if (packed && !coord.exists()) return;
+// Measures an item: a slice of the sample of a head, or behind these a slice of a token chunk, the last heads first.
+// K's mean, not rotated yet, goes to p.k_mean. The first kernel finds the places of packed sequences for all.
+template <bool PACKED, typename T>
+__device__ void measure_item(const QuantizeParams& p, MomentsStorage& shared, int n, int items) {
+  const bool is_sample = n < samples_of<PACKED>(p);
+  const int slices = p.head_dim / CHANNELS, from_last = items - 1 - n;
+  const int chunk = from_last / slices, slice = from_last % slices;
+  const auto coord_of_chunk = [&] {
+    if constexpr (!PACKED) return ClusterCoord(p, from_last);
+    const int4 place = ClusterCoord::place_at(p, chunk / p.heads);
+    if (threadIdx.x == 0) stats_of_chunk(p, chunk, slice).place = place;
+    return ClusterCoord::of_place(p, place, chunk % p.heads, slice);
+  };
+  const ClusterCoord coord = is_sample ? coord_of_head<PACKED>(p, n) : coord_of_chunk();
+  if (PACKED && (!coord.exists() || coord.is_clustered(p))) return;
   if (!is_sample) clear_flags(p, coord);
   if (threadIdx.x < BLOCKS) shared.nonfinite[threadIdx.x] = {};
   __syncthreads();
@@ -90,16 +110,29 @@ __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __gr
     to.nonfinite[threadIdx.x - 32] = shared.nonfinite[threadIdx.x - 32];
 }
 
+// CTAs of `measure_kv` on one SM, which registers must leave room for: it takes little shared memory.
+constexpr int MEASURING_CTAS = 4;
+
+template <class Instance, typename T>
+__global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __grid_constant__ QuantizeParams p) {
+  constexpr bool packed = Instance::config.packed;
+  extern __shared__ __align__(128) uint8_t bytes[];
+  MomentsStorage& shared = *reinterpret_cast<MomentsStorage*>(bytes);
+  ptx::wait_for_grids_before();  // one of which may write lengths
+  ptx::launch_dependents();
+  const int items = packed ? samples_of<packed>(p) + p.units : int(gridDim.x);
+  for_items<packed>(p, items, [&](int n) { measure_item<packed, T>(p, shared, n, items); });
+}
+
 constexpr int CHUNKS_IN_FLIGHT = 8;  // token chunks whose statistics a thread of `finish_kv` loads before it adds them up
 static_assert(LANES % CHUNKS_IN_FLIGHT == 0);
 
-// The grid has a CTA for every slice of every head, of packed sequences of every head of each.
+// Finishes an item: a slice of a head.
 template <bool PACKED, typename T>
-__global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant__ QuantizeParams p) {
-  ptx::wait_for_grids_before();
-  ptx::launch_dependents();
+__device__ void finish_item(const QuantizeParams& p, int n) {
   const int slices = p.head_dim / CHANNELS, channel = threadIdx.x;
-  const ClusterCoord coord = coord_of_head<PACKED>(p, blockIdx.x);
+  const ClusterCoord coord = coord_of_head<PACKED>(p, n);
+  if (PACKED && p.cluster_chunks > 0 && coord.is_clustered(p)) return;
   const int token_chunks = coord.token_chunks;
   const int64_t first = coord.channel();
   if (channel >= CHANNELS) {
@@ -138,18 +171,28 @@ __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant
   p.v_scale[first + channel] = found.y;
 }
 
-// The grid has a CTA for every slice of V of every token chunk, and as many for K.
-template <class Instance, bool INT8, typename T>
-__global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const __grid_constant__ QuantizeParams p) {
-  constexpr bool packed = Instance::config.packed;
-  extern __shared__ __align__(128) uint8_t bytes[];
-  TileStorage& shared = *reinterpret_cast<TileStorage*>(bytes);
-  // `measure_kv` has seen to it that K, V and lengths are there; what they are quantized by may not be
-  if (p.step != QuantizeStep::all) ptx::wait_for_grids_before();
-  const int slices = p.head_dim / CHANNELS, item = blockIdx.x % (2 * slices);
+template <bool PACKED, typename T>
+__global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant__ QuantizeParams p) {
+  ptx::wait_for_grids_before();
+  ptx::launch_dependents();
+  for_items<PACKED>(p, slices_of_heads(p), [&](int n) { finish_item<PACKED, T>(p, n); });
+}
+
+// The items of `write_kv` for a token chunk: slices of V, and parts of K.
+__host__ __device__ inline int writers_of(int slices) { return slices + KeyPart::parts_of(slices); }
+
+// Writes the codes of an item.
+template <bool PACKED, bool INT8, typename T>
+__device__ void write_item(const QuantizeParams& p, TileStorage& shared, int n) {
+  const int slices = p.head_dim / CHANNELS, item = n % writers_of(slices);
   const bool is_keys = item >= slices;
-  const ClusterCoord coord = coord_of_chunk<packed>(p, blockIdx.x / (2 * slices), is_keys ? 0 : item);
-  if (packed && !coord.exists()) return;
+  const int chunk = n / writers_of(slices), slice = is_keys ? 0 : item;
+  const auto coord_of_chunk = [&] {
+    if constexpr (!PACKED) return ClusterCoord(p, chunk * slices + slice);
+    return ClusterCoord::of_place(p, __ldcg(&stats_of_chunk(p, chunk, slice).place), chunk % p.heads, slice);
+  };
+  const ClusterCoord coord = coord_of_chunk();
+  if (PACKED && (!coord.exists() || coord.is_clustered(p))) return;
   const auto wait = [&] {
     ptx::wait_for_grids_before();
     ptx::launch_dependents();
@@ -158,13 +201,13 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
     shared.nonfinite[slice][block] = coord.stats_of(p, coord.token_chunk, slice).nonfinite[block];
   };
   if (is_keys) {
-    Keys<T> keys(KeyPart(slices, item - slices));
+    Keys<T> keys(KeyPart(slices, item - slices, coord.count));
     const auto first_key = [&] { return slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]; };
-    keys.load(shared.tile, first_key(), p.k_strides[2], coord.count);
+    keys.load(shared.tile, first_key(), p.k_strides[2]);
     wait();
     if (threadIdx.x < p.head_dim) shared.key_mean[threadIdx.x] = p.k_mean[coord.channel() + threadIdx.x];
     __syncthreads();
-    write_key_parts<INT8, T>(p, shared, coord, keys, first_key);
+    write_key_part<INT8, T>(p, shared, coord, keys);
   } else {
     const Mine mine;
     mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
@@ -187,19 +230,16 @@ __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const
   say_done(p, coord);
 }
 
-// `ctas`: slices of token chunks, of packed sequences of every place and head.
-template <class Instance, typename T>
-cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
+template <class Instance, bool INT8, typename T>
+__global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const __grid_constant__ QuantizeParams p) {
   constexpr bool packed = Instance::config.packed;
-  const int slices = p.head_dim / CHANNELS, heads = packed ? p.sequences * p.heads : ctas / slices / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK);
-  const int samples = p.step == QuantizeStep::all ? heads * slices : 0;
-  const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
-  cudaError_t error = take_shared_memory(write, sizeof(TileStorage));
-  if (error == cudaSuccess && p.step != QuantizeStep::write) error = launch_grid(measure_kv<Instance, T>, p, samples + ctas, THREADS, sizeof(MomentsStorage), stream);
-  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_grid(finish_kv<packed, T>, p, heads * slices, CHANNELS + 32, 0, stream);
-  if (error == cudaSuccess && p.step != QuantizeStep::measure)
-    error = launch_grid(write, p, 2 * ctas, THREADS, sizeof(TileStorage), stream);
-  return error;
+  extern __shared__ __align__(128) uint8_t bytes[];
+  TileStorage& shared = *reinterpret_cast<TileStorage*>(bytes);
+  // `measure_kv` has seen to it that K, V and lengths are there; what they are quantized by may not be
+  if (p.step != QuantizeStep::all) ptx::wait_for_grids_before();
+  const int slices = p.head_dim / CHANNELS;
+  for_items<packed>(p, p.units / slices * writers_of(slices), [&](int n) { write_item<packed, INT8, T>(p, shared, n); });
+  if constexpr (packed) ptx::wait_for_grids_before();  // those whose items have no tokens, too: attention waits for this grid alone
 }
 
 }  // namespace fp8attn

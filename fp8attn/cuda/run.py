@@ -249,16 +249,19 @@ def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Te
     library.operators.quantize.default(
         library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), words
     )
-    return config.writers * ctas_of_head
+    return quantize.writers_of(k, config)
 
 
-def quantize_packed(k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: Packed, device: Device) -> tuple[Quantized, Quantized]:
+def quantize_packed(
+    k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: Packed, device: Device, longest: int | None = None
+) -> tuple[Quantized, Quantized]:
     """fp8attn.quantization.quantize_packed with recipe.FUSED_RECIPES[qk].
 
     `quantize.unsupported_call` must return None for packed keys and values like these.
 
     Args:
         k, v: (1, H, T, D), bfloat16 or float16.
+        longest: the most tokens of a sequence, as far as the caller knows, or None. Only speed depends on it.
 
     Raises:
         BuildError: the kernel can't be compiled here.
@@ -267,8 +270,8 @@ def quantize_packed(k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: P
     library = build.load_with(quantize.OF_PACKED, quantize.INSTANCES, device.arch)
     ctas = quantize.ctas_of_packed(k, packed)
     library.operators.quantize_packed.default(
-        library.launchers[quantize.OF_PACKED], ctas, quantize.OF_PACKED.stats_bytes(ctas), k, v, packed.cu_seqlens, packed.seqused,
-        *quantize.filled(key, value),
+        library.launchers[quantize.OF_PACKED], ctas, quantize.cluster_chunks_of(k, packed, longest), quantize.OF_PACKED.stats_bytes(ctas), k, v,
+        packed.cu_seqlens, packed.seqused, *quantize.filled(key, value),
     )  # fmt: skip
     return key, value
 

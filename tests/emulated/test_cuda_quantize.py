@@ -432,7 +432,10 @@ SYNCS = {
     "facts": ("  ptx::mbarrier_wait(&shared.stats_full, 0);\n", ""),
     "shifts of all channels": ("/ 32, threadIdx.x % 32);\n  __syncthreads();\n", "/ 32, threadIdx.x % 32);\n"),
     "tokens before their codes": ("    __syncwarp();  // the warp has read the group\n", ""),
-    "codes of all runs": ("  __syncwarp();\n  const int first = threadIdx.x % 32 * GROUP;", "  const int first = threadIdx.x % 32 * GROUP;"),
+    "codes of all runs": ("  __syncwarp();\n  // the lanes of a chunk", "  // the lanes of a chunk"),
+    "runs of few tokens": ("1 + (coord.count > KEYS) + ", "1 + "),
+    "blocks of few tokens": ("n < groups() && left(n) > 0", "n < groups() && left(n) >= KEYS"),
+    "blocks by turns": ("n >> log_slices() << log_slices()", "n >> log_slices()"),
     "values before keys": ("  __syncthreads();\n\n  // Its coordinates", "  // Its coordinates"),
     "magnitudes of all warps": ("  __syncthreads();\n}\n\n// Stores the scales", "}\n\n// Stores the scales"),
     "magnitudes of all slices": ("shared.of_warps[warp][n + slice]", "shared.of_warps[warp][n]"),
@@ -447,7 +450,7 @@ SYNCS = {
     "int8's steps": ("const float scale = row_scale_of<INT8>(largest)", "const float scale = scale_of(largest)"),
     "copies of a token chunk's values": ("    ptx::cp_async_wait_but<0>();\n    __syncthreads();", "    __syncthreads();"),
     "a token chunk's values that aren't finite": ("      mine.write_nan<T>(shared.tile);\n      __syncthreads();", "      __syncthreads();"),
-    "what a token chunk's keys are written by": ("    __syncthreads();\n    write_key_parts", "    write_key_parts"),
+    "what a token chunk's keys are written by": ("    __syncthreads();\n    write_key_part<", "    write_key_part<"),
     "the tokens of the sample": ("is_sample ? sample_step(coord.length) : 1", "1"),
     "finite values of a token chunk": ("found.add_finite(at(i), bad);", "found.add_finite(at(i), uint4{});"),
     "marks of a token chunk's tokens": ("if (any(bad)) atomicOr", "if (false) atomicOr"),
@@ -479,7 +482,7 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
             *((n, 128) for n in range(1900, 1908)),
             *((n, 256) for n in range(2049, 2053)),
             (20_000, 64),
-            *3 * ((700, 192),),
+            *3 * ((2500, 192),),
             (300, 128),
         ):
             k, v = not_finite((1, 2, length, dim), torch.bfloat16)
@@ -507,7 +510,7 @@ def test_takes(dim: int) -> None:
     for length in (LONGEST[dim] + 1, 1 << 20):
         k = torch.zeros(1, 1, 1, dim, dtype=torch.float16).expand(1, 3, length, dim)
         assert quantize.choose(k).is_long
-        assert quantize.choose(k).stats_bytes(3 * quantize.ctas_of(k)) == 3 * quantize.ctas_of(k) * 576
+        assert quantize.choose(k).stats_bytes(3 * quantize.ctas_of(k)) == 3 * quantize.ctas_of(k) * quantize.CHUNK_STATS_BYTES
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,13 @@ def untouched(*arguments: Any) -> tuple[Quantized, Quantized]:
 
 
 def check(batch: Batch, library: build.Library | None, device: torch.device | str = "cpu") -> None:
-    """By an emulated library, or on a GPU. Pages of no sequence aren't written."""
+    """By an emulated library, or on a GPU. Pages of no sequence aren't written. Clusters have all sequences, those of up
+    to half of the longest, or none."""
+    for longest in (max(batch.lengths), max(batch.lengths) // 2, None):
+        check_with(batch, longest, library, device)
+
+
+def check_with(batch: Batch, longest: int | None, library: build.Library | None, device: torch.device | str) -> None:
     (k, v), packed, recipe = batch.tensors(device), batch.packed(device), FUSED_RECIPES[batch.qk]
     properties = H100 if library is not None else device_of(k.device)
     assert quantize.unsupported_call(k, v, recipe, properties, packed=True) is None
@@ -90,7 +96,8 @@ def check(batch: Batch, library: build.Library | None, device: torch.device | st
         patch.setattr(run, "empty_packed", untouched)
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
-        found = run.quantize_packed(k, v, batch.qk, packed, properties)
+        patch.setattr(quantize, "LEAST_FULL", 0.0)
+        found = run.quantize_packed(k, v, batch.qk, packed, properties, longest)
     columns = found[1].data.view(torch.uint8).clone()
     for i, (begin, length) in enumerate(zip(batch.starts(), batch.lengths, strict=False)):
         first = SCALE_BLOCK * first_unit(begin, i, SCALE_BLOCK)
@@ -142,7 +149,8 @@ def test_emulated_many_and_long_sequences(emulated: build.Library, batch: Batch)
 
 
 GPU_BATCHES = (
-    *MANY, Batch((12_000, 200, 4608, 577, 1) * 3, heads=8, dim=128), Batch((900,) * 64, heads=4, dim=128, qk="int8"), Batch((513,) * 700, heads=1),
+    *MANY, Batch((130, 0, 577, 1000, 512, 1) * 9, heads=5, dim=128), Batch((300,) * 40, heads=2, dim=256),
+    Batch((12_000, 200, 4608, 577, 1) * 3, heads=8, dim=128), Batch((900,) * 64, heads=4, dim=128, qk="int8"), Batch((513,) * 700, heads=1),
     Batch((2048, 30, 5000), unused=100, behind=9, heads=4, dim=256, dtype=torch.float16),
 )  # fmt: skip
 
@@ -156,19 +164,21 @@ def test_a_sequence_has_the_bytes_that_it_has_alone(device: torch.device, batch:
 
 
 @pytest.mark.gpu
-def test_the_gpu_knows_the_lengths(device: torch.device) -> None:
-    """A graph is replayed with other lengths, that a kernel right before writes."""
+@pytest.mark.parametrize("longest", (None, 1000))
+def test_the_gpu_knows_the_lengths(device: torch.device, longest: int | None) -> None:
+    """A graph is replayed with other lengths, that a kernel right before writes. The caller knows the longest, or is
+    wrong."""
     if quantize.unsupported_config(quantize.OF_PACKED, device_of(device)) is not None:
         pytest.skip("needs sm_90")
     batch, other = Batch((900, 5, 2000, 0), heads=4, dim=128), Batch((0, 1500, 1, 1404), heads=4, dim=128)
     (k, v), (other_k, other_v) = batch.tensors(device), other.tensors(device)
     packed, starts = batch.packed(device), other.packed(device).cu_seqlens
-    run.quantize_packed(k, v, "e4m3", packed, device_of(device))
+    run.quantize_packed(k, v, "e4m3", packed, device_of(device), longest)
     told = packed.cu_seqlens.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         packed.cu_seqlens.copy_(told)
-        found = run.quantize_packed(k, v, "e4m3", packed, device_of(device))
+        found = run.quantize_packed(k, v, "e4m3", packed, device_of(device), longest)
     for to, source in ((k, other_k), (v, other_v), (told, starts)):
         to.copy_(source)
     graph.replay()
@@ -189,7 +199,8 @@ def read_guarded() -> None:
         patch.setattr(build, "load_with", lambda *_: library)
         for starts, used in (*((x, None) for x in STARTS), (STARTS[0], (9000, -1))):
             seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
-            run.quantize_packed(k, v, "e4m3", Packed(torch.tensor(starts, dtype=torch.int32), seqused, 1330), H100)
+            for longest in (None, 600):
+                run.quantize_packed(k, v, "e4m3", Packed(torch.tensor(starts, dtype=torch.int32), seqused, 1330), H100, longest)
 
 
 @pytest.mark.anywhere
@@ -217,6 +228,11 @@ MUTANTS = {
     "feedback of short sequences": ("tile/token_chunk_values.h", "coord.length > TOKEN_CHUNK", "p.length > TOKEN_CHUNK"),
     "more sequences than lanes": ("tile/packed.h", "first += chosen, left -= chosen;", "first = chosen, left -= chosen;"),
     "means of empty sequences": ("quantize_long.cuh", "!PACKED || coord.exists() ? removable", "true ? removable"),
+    "empty sequences of clusters": ("quantize.cuh", "if (coord.length == 0 && coord.token_chunk == 0) write_nothing(p, coord);", ""),
+    "CTAs of a cluster without tokens": ("quantize.cuh", "    ptx::cluster_arrive_relaxed();  // the", "    // the"),
+    "sequences that clusters hold": ("tile/token_chunk.h", "token_chunks <= p.cluster_chunks", "token_chunks < p.cluster_chunks"),
+    "longer sequences than the caller said": ("quantize_long.cuh", "found |= PackedSequence", "found &= PackedSequence"),
+    "items of few CTAs": ("quantize_long.cuh", "n += gridDim.x", "n += items"),
 }
 
 
@@ -245,14 +261,17 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
     operators, library = emulation.binding()
     launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
     monkeypatch.setattr(build, "load_with", lambda *_: build.Library(operators, {quantize.OF_PACKED: launcher}))
-    for batch in (Batch((700, 0, 1300), unused=3, heads=3, dim=128, dtype=torch.float16, qk="int8"), Batch((9, 100), behind=8)):
+    for batch, longest, chunks in (
+        (Batch((700, 0, 1300), unused=3, heads=3, dim=128, dtype=torch.float16, qk="int8"), None, 0), (Batch((9, 100), behind=8), 1100, 0),
+        (Batch((900, 1030), heads=1, dim=128), 1030, 3), (Batch((900, 5000), heads=1, dim=128), 5000, 0),
+    ):  # fmt: skip
         (k, v), packed = batch.tensors(), batch.packed()
-        found = run.quantize_packed(k, v, batch.qk, packed, H100)
+        found = run.quantize_packed(k, v, batch.qk, packed, H100, longest)
         told = emulation.QuantizeParams()
         ctas = (packed.tokens // TOKEN_CHUNK + len(batch.lengths)) * batch.heads * batch.dim // 64
         assert library.recorded_quantize(ctypes.byref(told)) == ctas
         results = quantize.filled(*found)
-        expected = emulation.quantize_packed_params(k, v, packed.cu_seqlens, packed.seqused, torch.empty(0), *results)
+        expected = emulation.quantize_packed_params(ctas, chunks, torch.empty(0), k, v, packed.cu_seqlens, packed.seqused, *results)
         assert told.chunk_stats
         told.chunk_stats = expected.chunk_stats = None
         assert bytes(told) == bytes(expected)

@@ -124,8 +124,8 @@ def test_one_launch(nvcc: str, tmp_path: Path, config: FusedSmallConfig | FusedH
 @pytest.mark.parametrize("config", one_of(0, quantize.INSTANCES))
 def test_quantizer(nvcc: str, tmp_path: Path, config: QuantizeConfig) -> None:
     """Registers and shared memory for as many CTAs as a config says; no stack, no spills."""
-    # those that write keys are for e4m3 or int8; of long heads, two more measure and finish
-    for entry in entries_of(compiled(nvcc, config, 90, tmp_path), 4 if config.is_long else 2):
+    # those that write keys are for e4m3 or int8; of long heads, two more measure and finish; packed ones have clusters, too
+    for entry in entries_of(compiled(nvcc, config, 90, tmp_path), 2 + 2 * config.is_long + 2 * config.packed):
         registers, stack = numbers(entry)
         assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
         assert registers * config.threads * config.ctas <= REGISTER_FILE, entry

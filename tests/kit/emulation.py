@@ -138,6 +138,8 @@ class QuantizeParams(ctypes.Structure):
         ("cu_seqlens", ctypes.c_void_p),
         ("seqused", ctypes.c_void_p),
         ("sequences", ctypes.c_int),
+        ("units", ctypes.c_int),
+        ("cluster_chunks", ctypes.c_int),
     ]
 
 
@@ -533,11 +535,13 @@ def quantize_params(
 
 
 def quantize_packed_params(
-    k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, seqused: torch.Tensor | None, chunk_stats: torch.Tensor, *results: torch.Tensor
-) -> QuantizeParams:
+    ctas: int, cluster_chunks: int, chunk_stats: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+    seqused: torch.Tensor | None, *results: torch.Tensor,
+) -> QuantizeParams:  # fmt: skip
     """The QuantizeParams that binding.cpp's quantize_packed makes from its arguments; `chunk_stats` it allocates."""
     p = quantize_params((k, v, *results), 1, chunk_stats=chunk_stats)
     p.inverse_length, p.inverse_sample = 0.0, 0.0
+    p.units, p.cluster_chunks = ctas, cluster_chunks
     p.cu_seqlens, p.seqused, p.sequences = cu_seqlens.data_ptr(), None if seqused is None else seqused.data_ptr(), cu_seqlens.shape[0] - 1
     return p
 
@@ -832,11 +836,10 @@ def _run_quantizer(library: ctypes.CDLL, launcher: int, ctas: int, p: QuantizePa
     assert ended & 0xFF, "the emulated kernel doesn't come to an end"
 
 
-def _quantize_packed(library: ctypes.CDLL, launcher: int, ctas: int, stats_bytes: int, *tensors) -> None:
+def _quantize_packed(library: ctypes.CDLL, launcher: int, ctas: int, cluster_chunks: int, stats_bytes: int, *tensors) -> None:
     """binding.cpp's quantize_packed."""
-    k, v, cu_seqlens, seqused, *results = tensors
     stats = torch.full((stats_bytes // 4,), torch.nan)
-    _run_quantizer(library, launcher, ctas, quantize_packed_params(k, v, cu_seqlens, seqused, stats, *results))
+    _run_quantizer(library, launcher, ctas, quantize_packed_params(ctas, cluster_chunks, stats, *tensors))
 
 
 def _measure_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.Tensor) -> None:

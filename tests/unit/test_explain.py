@@ -71,7 +71,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         seen.quantizers.add("triton")
         return quantize_ref.quantize_packed(*arguments[:4])
 
-    def packed_by_cuda(k: Any, v: Any, qk: Any, packed: Any, device: Any) -> tuple:
+    def packed_by_cuda(k: Any, v: Any, qk: Any, packed: Any, device: Any, longest: int) -> tuple:
         seen.quantizers.add("hopper")
         return quantize_ref.quantize_packed(k, v, FUSED_RECIPES[qk], packed)
 

@@ -23,10 +23,6 @@ constexpr int MOST_SLICES = 256 / CHANNELS;
 static_assert(RUN == BLOCKS * GROUP);
 static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
-// Whether heads may be longer than a cluster can hold. Then a CTA has one tile of one token chunk.
-template <QuantizeConfig C>
-constexpr bool IS_LONG = C.token_chunks == 1;
-
 using TokenChunkTile = uint32_t[TOKEN_CHUNK][WORDS];
 
 // Moments of V's channels over the lanes of a warp, or over a token chunk: sums, minima and maxima. Minima and maxima
@@ -41,6 +37,7 @@ struct Moments {
 struct ChunkStats {
   Moments moments;
   uint4 nonfinite[BLOCKS];
+  int4 place;  // of packed sequences: sequence, its first token and length, and which of its token chunks; -1: none
 };
 static_assert(sizeof(ChunkStats) == CHUNK_STATS_BYTES);
 
@@ -60,7 +57,8 @@ struct MomentsStorage {
   uint4 nonfinite[BLOCKS];
 };
 
-// Of a CTA of a cluster: `tile` has key_mean and nonfinite from all CTAs, this one included.
+// Of an instance without clusters, a tile. Of a CTA of a cluster: `tile` has key_mean and nonfinite from all CTAs, this
+// one included.
 template <QuantizeConfig C>
 struct alignas(128) QuantizeStorage {
   TileStorage tile;
@@ -82,15 +80,20 @@ struct alignas(128) QuantizeStorage {
 };
 
 template <QuantizeConfig C>
-  requires IS_LONG<C>
+  requires(C.token_chunks == 1)
 struct QuantizeStorage<C> : TileStorage {};
 
 // `sampled` must not overlap `token_chunks`, into which other CTAs may already store.
 static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 
+// Number of blocks that have some of a token chunk's tokens, which are the first `count`.
+__device__ inline int blocks_of(int count) { return (count + KEYS - 1) / KEYS; }
+
 // Where one of packed sequences lies.
 struct PackedSequence {
   int begin, length;  // first token, number of tokens
+
+  __device__ PackedSequence(int begin, int length) : begin(begin), length(length) {}
 
   __device__ PackedSequence(const QuantizeParams& p, int sequence) : begin(begin_of(p, sequence)), length(max(begin_of(p, sequence + 1) - begin, 0)) {
     if (p.seqused != nullptr) length = min(max(__ldcg(p.seqused + sequence), 0), length);
@@ -116,28 +119,44 @@ struct ClusterCoord {
     length = p.length;
   }
 
-  // Of packed sequences: a slice of the token chunk at a place, which may be empty.
-  __device__ static ClusterCoord of_place(const QuantizeParams& p, int place, int head, int slice) {
-    ClusterCoord coord(p, sequence_at<TOKEN_CHUNK>(p, p.sequences, place), head, slice);
-    coord.token_chunk = max(place - coord.first_place, 0);  // below 0 only if starts aren't in order
-    coord.first = coord.token_chunk * TOKEN_CHUNK, coord.count = min(coord.length - coord.first, TOKEN_CHUNK);
-    if (place < coord.first_place) coord.count = 0;
-    return coord;
+  // Of packed sequences: a slice of the token chunk at a place, which may be empty. A kernel before has written
+  // `its_place`.
+  __device__ static ClusterCoord of_place(const QuantizeParams& p, int4 its_place, int head, int slice) {
+    return ClusterCoord(p, its_place.x, {its_place.y, its_place.z}, head, slice, its_place.w);
+  }
+
+  // What `of_place` takes of a place: a search.
+  __device__ static int4 place_at(const QuantizeParams& p, int place) {
+    const int sequence = sequence_at<TOKEN_CHUNK>(p, p.sequences, place);
+    const PackedSequence found(p, sequence);
+    const int token_chunk = place - fp8attn::first_place<TOKEN_CHUNK>(found.begin, sequence);  // below 0 only if starts aren't in order
+    return {sequence, found.begin, found.length, token_chunk >= 0 && token_chunk * TOKEN_CHUNK < found.length ? token_chunk : -1};
+  }
+
+  // Of packed sequences: a CTA of the clusters.
+  __device__ static ClusterCoord of_cluster(const QuantizeParams& p, int cta) {
+    const int slices = p.head_dim / CHANNELS, rank = cta % (p.cluster_chunks * slices), pair = cta / (p.cluster_chunks * slices);
+    return ClusterCoord(p, pair / p.heads, PackedSequence(p, pair / p.heads), pair % p.heads, rank % slices, rank / slices);
   }
 
   // Of packed sequences: a slice of the first token chunk of a sequence.
-  __device__ ClusterCoord(const QuantizeParams& p, int sequence, int its_head, int its_slice)
-      : slices(p.head_dim / CHANNELS), token_chunk(0), slice(its_slice), first(0), batch(0), head(its_head), packed(true) {
-    const PackedSequence found(p, sequence);
+  __device__ ClusterCoord(const QuantizeParams& p, int sequence, int its_head, int its_slice) : ClusterCoord(p, sequence, PackedSequence(p, sequence), its_head, its_slice, 0) {}
+
+  // Of packed sequences: a slice of a token chunk, which may have no tokens.
+  __device__ ClusterCoord(const QuantizeParams& p, int sequence, PackedSequence found, int its_head, int its_slice, int its_chunk)
+      : slices(p.head_dim / CHANNELS), token_chunk(max(its_chunk, 0)), slice(its_slice), batch(0), head(its_head), packed(true) {
     begin = found.begin, length = found.length;
     token_chunks = (length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
-    count = min(length, TOKEN_CHUNK);
+    first = token_chunk * TOKEN_CHUNK, count = its_chunk < 0 ? 0 : min(length - first, TOKEN_CHUNK);
     pair = sequence * p.heads + head;
     first_place = fp8attn::first_place<TOKEN_CHUNK>(begin, sequence), first_page = fp8attn::first_place<KEYS>(begin, sequence);
   }
 
   // Whether the token chunk has tokens. All do but those at places of packed sequences.
   __device__ bool exists() const { return count > 0; }
+
+  // Of packed sequences: whether clusters hold the sequence.
+  __device__ bool is_clustered(const QuantizeParams& p) const { return token_chunks <= p.cluster_chunks; }
 
   // The head's number among those of the tensors.
   __device__ int row() const { return packed ? head : pair; }

@@ -90,22 +90,30 @@ __device__ inline void finish_keys(const QuantizeParams& p, TileStorage& shared,
 }
 
 // Keys of a token chunk that fit into a tile: all slices of some blocks, so that scales need no other CTA. The tile has
-// the blocks one after another, and of a block its slices.
+// the blocks one after another, and of a block its slices. Parts have blocks by turns, so that each has some where a
+// token chunk has few.
 struct KeyPart {
-  int slices, first_block;
+  int slices, first_block, count;
 
-  // `number`: of the part. A token chunk is divided into 1, 2, 4 and 4 parts of 1 to 4 slices.
-  __device__ KeyPart(int slices, int number) : slices(slices), first_block(number * blocks()) {}
+  // `number`: of the part. `count`: tokens of the token chunk.
+  __device__ KeyPart(int slices, int number, int count) : slices(slices), first_block(number), count(count) {}
+
+  // A token chunk is divided into 1, 2, 4 and 4 parts of 1 to 4 slices.
+  __host__ __device__ static int parts_of(int slices) { return slices < 3 ? slices : 4; }
 
   __device__ int log_slices() const { return (slices > 1) + (slices > 2); }
-  __device__ int blocks() const { return BLOCKS >> log_slices(); }
 
-  // Number of groups of 128 rows of the tile.
+  // Number of blocks, and of groups of 128 rows of the tile, if all have tokens.
+  __device__ int blocks() const { return BLOCKS >> log_slices(); }
   __device__ int groups() const { return blocks() * slices; }
 
   // The block, of the token chunk's, and slice of the n-th group.
-  __device__ int block_of(int n) const { return first_block + (n >> log_slices()); }
+  __device__ int block_of(int n) const { return first_block + (n >> log_slices() << log_slices()); }
   __device__ int slice_of(int n) const { return n & (1 << log_slices()) - 1; }
+
+  // Tokens of the n-th group's block and those behind it. A group without tokens is left out, as are those behind it.
+  __device__ int left(int n) const { return count - block_of(n) * KEYS; }
+  __device__ bool has(int n) const { return n < groups() && left(n) > 0; }
 };
 
 // How threads divide K's tile. A warp has 16 rows of each group, a quad of lanes two of them, and a thread four
@@ -133,31 +141,31 @@ struct Keys {
     for (int i = 0; i < 16; i += copied_rows) f(int(warp * 16 + lane / CHUNKS) + i, int(lane % CHUNKS));
   }
 
-  // `keys`: the token chunk's first token, at the head's first channel. Tokens from `count` on are zero. Every group is
-  // one group of copies.
-  __device__ void load(TokenChunkTile& tile, const T* keys, int64_t stride, int count) const {
+  // `keys`: the token chunk's first token, at the head's first channel. In a block that has tokens, those that don't
+  // exist are zero. Every group is one group of copies.
+  __device__ void load(TokenChunkTile& tile, const T* keys, int64_t stride) const {
     asm volatile("" : "+l"(stride));  // else registers hold what a second part needs of it, and some are spilled
     const int row = warp * 16 + lane / CHUNKS, first = part.first_block * KEYS + row;
     const T* of_block = keys + first * stride + lane % CHUNKS * 8;
     uint4* const to = reinterpret_cast<uint4*>(tile[row]);
     const uint32_t chunk = lane % CHUNKS ^ lane / CHUNKS;  // of the first row that the thread copies
-    int left = count - first;
+    int left = part.count - first;
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n) {
-      if (n < part.groups()) {
+      if (part.has(n)) {
         const T* from = of_block + part.slice_of(n) * CHANNELS;
 #pragma unroll
         for (int i = 0; i < 16; i += copied_rows, from += copied_rows * stride) ptx::cp_async_16(to + (n * KEYS + i) * CHUNKS + (chunk ^ i % CHUNKS), from, i < left);
-        if (part.slice_of(n + 1) == 0) of_block += KEYS * stride, left -= KEYS;
+        if (part.slice_of(n + 1) == 0) of_block += (KEYS << part.log_slices()) * stride, left -= KEYS << part.log_slices();
       }
       ptx::cp_async_commit();
     }
   }
 
   // Waits for the warp's rows of group n. Rows that don't exist become NaN.
-  __device__ void wait_for(TokenChunkTile& tile, int n, int count) const {
+  __device__ void wait_for(TokenChunkTile& tile, int n) const {
     wait_for_block(n);
-    const int left = count - part.block_of(n) * KEYS;
+    const int left = part.left(n);
     if (left < KEYS) {
       for_chunks([&](int row, int chunk) {
         if (row >= left) chunk_of(tile, n * KEYS + row, chunk) = {~0u, ~0u, ~0u, ~0u};
@@ -192,10 +200,10 @@ struct Keys {
 // Finds the largest magnitudes of K's groups of rows as they arrive. Infinities become NaN in the tile. int8 has no
 // NaN: one non-finite channel makes the token's row non-finite in all slices.
 template <bool INT8, typename T>
-__device__ void find_largest(TileStorage& shared, const ClusterCoord& coord, const Keys<T>& keys) {
+__device__ void find_largest(TileStorage& shared, const Keys<T>& keys) {
 #pragma unroll 1
-  for (int n = 0; n < keys.part.groups(); ++n) {
-    keys.wait_for(shared.tile, n, coord.count);
+  for (int n = 0; keys.part.has(n); ++n) {
+    keys.wait_for(shared.tile, n);
     float largest;
     bool nonfinite[2];
     for (bool again = true; again;) {
@@ -218,7 +226,7 @@ __device__ void find_largest(TileStorage& shared, const ClusterCoord& coord, con
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int row = keys.row() + Keys<T>::distance * i;
-      if (INT8 && nonfinite[i] && block * KEYS + row < coord.count)
+      if (INT8 && nonfinite[i] && row < keys.part.left(n))
         atomicOr(reinterpret_cast<uint32_t*>(&shared.nonfinite[keys.part.slice_of(n)][block]) + row / LANES, 1u << row % LANES);
     }
   }
@@ -226,20 +234,21 @@ __device__ void find_largest(TileStorage& shared, const ClusterCoord& coord, con
 }
 
 // Stores the scales of K's blocks. An int8 scale is negative if a token of the block is non-finite. Returns the inverse
-// scale of the part's block threadIdx.x % BLOCKS.
+// scale of the part's block threadIdx.x % BLOCKS, if it has tokens.
 template <bool INT8, typename T>
 __device__ float finish_blocks(const QuantizeParams& p, const TileStorage& shared, const ClusterCoord& coord, const Keys<T>& keys) {
-  const int n = threadIdx.x % BLOCKS << keys.part.log_slices(), block = keys.part.first_block + threadIdx.x % BLOCKS;
-  if (threadIdx.x % BLOCKS >= keys.part.blocks()) return 0.0f;
+  const int n = threadIdx.x % BLOCKS << keys.part.log_slices(), block = keys.part.block_of(n);
+  if (!keys.part.has(n)) return 0.0f;
   float largest = 0.0f;
   bool has_nonfinite_key = false;
+#pragma unroll 1
   for (int slice = 0; slice < keys.part.slices; ++slice) {
 #pragma unroll
     for (int warp = 0; warp < WARPS; ++warp) largest = fmaxf(largest, shared.of_warps[warp][n + slice]);
     if constexpr (INT8) has_nonfinite_key |= any(shared.nonfinite[slice][block]);
   }
   const float scale = row_scale_of<INT8>(largest);
-  if (threadIdx.x < BLOCKS && block * KEYS < coord.count)
+  if (threadIdx.x < BLOCKS)
     p.k_scale[int64_t(coord.row()) * (p.padded / KEYS) + coord.first_page + coord.token_chunk * BLOCKS + block] = has_nonfinite_key ? -scale : scale;
   return __frcp_rn(scale);
 }
@@ -252,10 +261,10 @@ __device__ void write_keys(const QuantizeParams& p, TileStorage& shared, const C
   uint8_t* codes_of_chunk = p.k_data + coord.batch * p.k_data_strides[0] + coord.head * p.k_data_strides[1];
   codes_of_chunk += (coord.begin + coord.first + keys.row()) * p.k_data_strides[2] + odd * QUARTER + keys.column / 8 * 8;
 #pragma unroll 1
-  for (int n = 0; n < keys.part.groups(); ++n) {
-    const int block = keys.part.block_of(n), left = coord.count - block * KEYS;
+  for (int n = 0; keys.part.has(n); ++n) {
+    const int block = keys.part.block_of(n), left = keys.part.left(n);
     uint8_t* to = codes_of_chunk + block * KEYS * p.k_data_strides[2] + keys.part.slice_of(n) * CHANNELS;
-    const float factor = __shfl_sync(~0u, inverse, block - keys.part.first_block);
+    const float factor = __shfl_sync(~0u, inverse, n >> keys.part.log_slices());
     uint32_t nonfinite = 0;
     if constexpr (CAREFUL) {
       for (int slice = 0; slice < keys.part.slices; ++slice) nonfinite |= reinterpret_cast<const uint32_t*>(&shared.nonfinite[slice][block])[keys.row() / LANES];
@@ -280,24 +289,31 @@ __device__ void write_keys(const QuantizeParams& p, TileStorage& shared, const C
   }
 }
 
-// Quantizes the parts of a token chunk's keys that a CTA has, from `keys.part` on: every `slices`-th one. Copies of the
-// first have begun; the mean and the non-finite tokens of V are there. from(): the token chunk's first token.
+// Quantizes a part of a token chunk's keys. Copies have begun; the mean and the non-finite tokens of V are there.
+template <bool INT8, typename T>
+__device__ void write_key_part(const QuantizeParams& p, TileStorage& shared, const ClusterCoord& coord, const Keys<T>& keys) {
+  find_largest<INT8, T>(shared, keys);
+  const float inverse = finish_blocks<INT8, T>(p, shared, coord, keys);
+  bool careful = keys.part.count < TOKEN_CHUNK;
+#pragma unroll 1
+  for (int n = 0; keys.part.has(n); ++n) careful |= any(shared.nonfinite[keys.part.slice_of(n)][keys.part.block_of(n)]);
+  if (careful)
+    write_keys<true, INT8, T>(p, shared, coord, keys, inverse);
+  else
+    write_keys<false, INT8, T>(p, shared, coord, keys, inverse);
+}
+
+// Quantizes the parts of a token chunk's keys that a CTA has, from `keys.part` on: every `slices`-th one. from(): the
+// token chunk's first token.
 template <bool INT8, typename T, typename From>
 __device__ void write_key_parts(const QuantizeParams& p, TileStorage& shared, const ClusterCoord& coord, Keys<T>& keys, From&& from) {
 #pragma unroll 1
-  for (;;) {
-    find_largest<INT8, T>(shared, coord, keys);
-    const float inverse = finish_blocks<INT8, T>(p, shared, coord, keys);
-    bool careful = coord.count < TOKEN_CHUNK;
-    for (int n = 0; n < keys.part.groups(); ++n) careful |= any(shared.nonfinite[keys.part.slice_of(n)][keys.part.block_of(n)]);
-    if (careful)
-      write_keys<true, INT8, T>(p, shared, coord, keys, inverse);
-    else
-      write_keys<false, INT8, T>(p, shared, coord, keys, inverse);
+  while (keys.part.has(0)) {
+    write_key_part<INT8, T>(p, shared, coord, keys);
     keys.part.first_block += keys.part.groups();
-    if (keys.part.first_block >= BLOCKS) break;
+    if (!keys.part.has(0)) break;
     __syncthreads();  // the tile has been read
-    keys.load(shared.tile, from(), p.k_strides[2], coord.count);
+    keys.load(shared.tile, from(), p.k_strides[2]);
   }
 }
 

@@ -28,15 +28,17 @@ struct Mine {
     return *reinterpret_cast<uint4*>(&tile[token(n, i)][4 * chunk_at(2 * n + i / 2, chunk)]);
   }
 
-  // `from`: the token chunk's first token, at the slice's first channel. Tokens from `count` on are zero. Every block
-  // is one group of copies.
+  // `from`: the token chunk's first token, at the slice's first channel. In a block that has tokens, those from `count`
+  // on are zero. Every block is one group of copies.
   template <typename T>
   __device__ void load(TokenChunkTile& tile, const T* from, int64_t stride, int count) const {
     from += lane * stride + chunk * 8;
 #pragma unroll 1
     for (int n = 0; n < BLOCKS; ++n) {
+      if (n < blocks_of(count)) {
 #pragma unroll
-      for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count);
+        for (int i = 0; i < OF_BLOCK; ++i, from += LANES * stride) ptx::cp_async_16(&at(tile, n, i), from, token(n, i) < count);
+      }
       ptx::cp_async_commit();
     }
   }
@@ -150,8 +152,9 @@ template <QuantizeConfig C, typename T>
 __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& coord, const Mine& mine) {
   TokenChunkTile& tile = shared.tile.tile;
   ChunkMoments<T> found;
+  const int blocks = blocks_of(coord.count);
 #pragma unroll 1
-  for (int n = 0; n < BLOCKS; ++n) {
+  for (int n = 0; n < blocks; ++n) {
     wait_for_block(n);
     if ((n + 1) * KEYS <= coord.count) {
 #pragma unroll
@@ -264,20 +267,24 @@ __device__ void finish_values(const QuantizeParams& p, QuantizeStorage<C>& share
   p.v_scale[coord.channel() + channel] = found.y;
 }
 
-// Writes V's codes, transposed, with keys in the order of layout.key_of_slot. A warp has one chunk of channels. A
-// thread has one word of that chunk and the tokens of one run. The codes of a group of tokens are 16 bytes of each
-// channel. They wait in the tile, where the warp had these tokens, so that all codes of a channel are stored at once.
+// Writes V's codes, transposed, with keys in the order of layout.key_of_slot. A warp has chunks of channels: one, or
+// several where the token chunk has few runs of tokens, and then other warps have none. A thread has one word of a
+// chunk and the tokens of one run. The codes of a group of tokens are 16 bytes of each channel. They wait in the tile,
+// where the warp had these tokens, so that all codes of a channel are stored at once.
 // CAREFUL: some tokens are non-finite or don't exist.
 template <bool CAREFUL, typename T>
 __device__ void write_values(const QuantizeParams& p, TileStorage& shared, const ClusterCoord& coord) {
-  constexpr int CODED = 8;  // channels of a warp
-  static_assert(TOKEN_CHUNK == 8 * RUN && TOKEN_CHUNK == 32 * GROUP && GROUP >= CODED);
-  const int chunk = threadIdx.x / 32, run = threadIdx.x % 32 / 4, channel = chunk * 8 + threadIdx.x % 4 * 2;
-  const int column = 4 * chunk_at(run, chunk) + threadIdx.x % 4;
+  constexpr int CODED = 8;  // channels of a chunk
+  static_assert(TOKEN_CHUNK == 8 * RUN && RUN == 4 * GROUP && KEYS == 2 * RUN && BLOCKS == 4 && GROUP >= CODED);
+  const int log_runs = CAREFUL ? 1 + (coord.count > KEYS) + (coord.count > 2 * KEYS) : 3;  // of a warp
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int run = lane / 4 & (1 << log_runs) - 1, chunk = (warp << 3 - log_runs) + (lane >> 2 + log_runs), channel = chunk * 8 + lane % 4 * 2;
+  if (CAREFUL && chunk >= CHUNKS) return;
+  const int column = 4 * chunk_at(run, chunk) + lane % 4;
   const float2 mean = *reinterpret_cast<const float2*>(&shared.shift[channel]), factor = *reinterpret_cast<const float2*>(&shared.factor[channel]);
   const __half2 gain = __half2half2(__float2half(coord.length > TOKEN_CHUNK ? FEEDBACK : 0.0f));
   const int padded = (coord.length + KEYS - 1) / KEYS * KEYS;
-  // the codes of a channel of the warp and of the group that has this token
+  // the codes of a channel of the chunk and of the group that has this token
   const auto codes_at = [&](int its_channel, int token) -> uint4& {
     return reinterpret_cast<uint4*>(shared.tile[token / GROUP * GROUP + its_channel])[chunk_at(token / RUN, chunk)];
   };
@@ -301,7 +308,8 @@ __device__ void write_values(const QuantizeParams& p, TileStorage& shared, const
     for (int c = 0; c < 2; ++c) codes_at(channel % CODED + c, first) = of_channel[c];
   }
   __syncwarp();
-  const int first = threadIdx.x % 32 * GROUP;
+  // the lanes of a chunk store one group of all its channels each
+  const int first = lane % (4 << log_runs) * GROUP;
   if (CAREFUL && coord.first + first >= padded) return;
   uint8_t* to = p.v_data + (coord.data_channel() + chunk * CODED) * p.padded + coord.first_page * KEYS + coord.first + first;
 #pragma unroll

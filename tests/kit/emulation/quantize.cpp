@@ -1,4 +1,6 @@
 // The K/V quantizer, all instances.
+#include <algorithm>
+
 #include "quantize.cuh"
 #include "run.h"
 
@@ -9,16 +11,31 @@ struct Instance {
   static constexpr QuantizeConfig config{TOKEN_CHUNKS, CTAS, PACKED};
 };
 
+template <class Instance, bool INT8, typename T>
+bool run_clusters(const QuantizeParams& p) {
+  if constexpr (Instance::config.packed) {
+    const int cluster = p.cluster_chunks * p.head_dim / CHANNELS;
+    return cluster == 0 || cta::run(quantize_kv<Instance, INT8, T>, p, p.sequences * p.heads * cluster, THREADS, cluster, 100);
+  }
+  return true;
+}
+
 // It takes about 40 rounds.
 template <class Instance, bool INT8, typename T>
 bool run(const QuantizeParams& p, int ctas) {
   const int slices = p.head_dim / CHANNELS, token_chunks = (p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK;
-  if constexpr (IS_LONG<Instance::config>) {
+  if constexpr (Instance::config.token_chunks == 1 || Instance::config.packed) {
     constexpr bool packed = Instance::config.packed;
     const int of_heads = packed ? p.sequences * p.heads * slices : ctas / token_chunks;
-    return (p.step == QuantizeStep::write || cta::run(measure_kv<Instance, T>, p, ctas + (p.step == QuantizeStep::all) * of_heads, THREADS, 1, 100)) &&
-           (p.step != QuantizeStep::all || cta::run(finish_kv<packed, T>, p, of_heads, CHANNELS + 32, 1, 100)) &&
-           (p.step == QuantizeStep::measure || cta::run(write_kv<Instance, INT8, T>, p, 2 * ctas, THREADS, 1, 100));
+    // behind clusters, few CTAs have all items; it takes so many rounds for each
+    const bool few = p.cluster_chunks > 0;
+    const auto grid = [&](int items) { return few ? std::min(items, 5) : items; };
+    const auto rounds = [&](int items) { return few ? 100 * (items / 5 + 1) : 100; };
+    const int writers = ctas / slices * writers_of(slices), of_measure = ctas + (p.step == QuantizeStep::all) * of_heads;
+    return (p.step == QuantizeStep::write || cta::run(measure_kv<Instance, T>, p, grid(of_measure), THREADS, 1, rounds(of_measure))) &&
+           run_clusters<Instance, INT8, T>(p) &&
+           (p.step != QuantizeStep::all || cta::run(finish_kv<packed, T>, p, grid(of_heads), CHANNELS + 32, 1, rounds(of_heads))) &&
+           (p.step == QuantizeStep::measure || cta::run(write_kv<Instance, INT8, T>, p, grid(writers), THREADS, 1, rounds(writers)));
   } else {
     return cta::run(quantize_kv<Instance, INT8, T>, p, ctas, THREADS, slices * token_chunks, 100);
   }
@@ -32,7 +49,7 @@ bool run(const QuantizeParams& p, int ctas) {
 
 template <bool INT8>
 bool quantize(const QuantizeParams& p, int ctas, int token_chunks, bool packed) {
-  return packed ? run<1, 3, INT8, true>(p, ctas) : token_chunks == 1 ? run<1, 3, INT8>(p, ctas) : token_chunks == 8 ? run<8, 3, INT8>(p, ctas) : run<16, 2, INT8>(p, ctas);
+  return packed ? run<8, 3, INT8, true>(p, ctas) : token_chunks == 1 ? run<1, 3, INT8>(p, ctas) : token_chunks == 8 ? run<8, 3, INT8>(p, ctas) : run<16, 2, INT8>(p, ctas);
 }
 
 }  // namespace fp8attn
