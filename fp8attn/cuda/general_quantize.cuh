@@ -313,20 +313,21 @@ struct RowBlock {
 // Rows of a CTA, which its teams take by turns.
 template <typename T>
 struct TeamRows {
-  RowTeam team;
+  DenseTeam team;
   TeamRotation rotation;
   float mean[CHUNK];
   int first, teams;
   const T* from;
 
   __device__ TeamRows(const GeneralQuantizeParams& p, const RowBlock& block)
-      : team(p.head_dim), rotation(p.part, team, p.inverse_part), first(threadIdx.x / team.lanes), teams(WRITERS / team.lanes) {
+      : team(p.head_dim), rotation(p.part, team, p.inverse_part), first(threadIdx.x / 32 * team.of_warp + team.number), teams(WRITER_WARPS * team.of_warp) {
     from = static_cast<const T*>(block.from) + first * block.stride + team.channel;
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) mean[i] = block.mean != nullptr && team.has_channels ? block.mean[team.channel + i] : 0.0f;
   }
 
-  // Calls use(index of a row in the block, whether it exists, the lane's RowChunk of it), for all rows of the team.
+  // Calls use(index of a row in the block, whether it exists, the lane's RowChunk of it), for all rows of the team. The
+  // last may lie behind the block.
   template <typename Use>
   __device__ void for_all(const RowBlock& block, Use&& use) const {
     Chunks<T, 16> chunks;
@@ -353,7 +354,7 @@ __device__ void write_rows(const GeneralQuantizeParams& p, const RowBlock& block
   extern __shared__ __align__(128) uint8_t bytes[];
   auto& shared = *reinterpret_cast<GeneralQuantizeStorage<Instance::config>*>(bytes);
   const TeamRows<T> rows(p, block);
-  const RowTeam& team = rows.team;
+  const DenseTeam& team = rows.team;
   float scale = 1.0f;
   if (!block.by_token) {
     float largest = 0.0f;
@@ -383,11 +384,11 @@ __device__ void write_rows(const GeneralQuantizeParams& p, const RowBlock& block
     }
     const float inverse = __frcp_rn(scale);
     const bool has_nan = INT8 && team.any(team.has_channels && chunk.has_nan());
-    const bool hidden = has_nan || (block.is_key && shared.nonfinite[1 + row / 32] >> row % 32 & 1);
+    const bool hidden = has_nan || (block.is_key && exists && shared.nonfinite[1 + row / 32] >> row % 32 & 1);
     uint2 codes = {codes_of<INT8>(chunk.y, inverse), codes_of<INT8>(chunk.y + 4, inverse)};
     if (hidden) codes = {NAN_CODES<INT8>, NAN_CODES<INT8>};
-    if (!exists) return;
-    if (team.has_channels) *reinterpret_cast<uint2*>(block.to + row * block.to_stride + team.channel) = codes;
+    if (!exists || !team.has_channels) return;
+    *reinterpret_cast<uint2*>(block.to + row * block.to_stride + team.channel) = codes;
     if (!block.by_token || team.member != 0) return;
     const float kept = largest > 0.0f ? scale * block.unit : 1.0f;
     block.scale[row] = INT8 && block.is_key && hidden ? NAN : kept;

@@ -24,7 +24,6 @@ from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.layout import padded_length
 from fp8attn.quantization import (
-    LANES,
     TOKEN_CHUNK,
     chunk_shapes,
     chunk_statistics,
@@ -36,7 +35,7 @@ from fp8attn.quantization import (
 )
 from fp8attn.quantization import quantize as quantize_all
 from fp8attn.recipe import E4M3, FUSED_RECIPES, ProductType
-from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, normal
+from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, cancelling, normal
 from strategies import FINITE, Case
 
 H100 = ARCHITECTURES[90]
@@ -176,16 +175,6 @@ def wide(shape: tuple[int, ...], device: torch.device | str = "cpu") -> tuple[to
     """Numbers whose sums depend on their order."""
     generator = torch.Generator().manual_seed(sum(shape))
     return tuple((x * 2.0 ** torch.randint(-20, 20, shape, generator=generator)).to(device, torch.bfloat16) for x in normal(shape, torch.float32))
-
-
-def cancelling(shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
-    """Numbers whose sums are what is left of large ones: these cancel if lanes LANES / 2 apart are added first."""
-    k, v = normal(shape, torch.float32)
-    step, half = sample_step(shape[2]), LANES // 2
-    for first in range(min(half, -(-shape[2] // step) - half)):
-        k[:, :, first * step] *= 2.0**23
-        k[:, :, (first + half) * step] = -k[:, :, first * step]
-    return k.bfloat16(), v.bfloat16()
 
 
 @pytest.mark.anywhere

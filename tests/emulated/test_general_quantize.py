@@ -19,7 +19,7 @@ from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, INTERPRETER, device_of
 from fp8attn.quantization import TOKEN_CHUNK, quantize
 from fp8attn.recipe import ProductType
-from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, codes, normal
+from quantizing import BAD_PLACES, MAGNITUDES, Problem, assert_same, cancelling, codes, normal
 from strategies import FINITE, Case
 
 H100 = ARCHITECTURES[90]
@@ -356,7 +356,10 @@ MUTANTS = {
     "tokens that don't exist": ("general_quantize.cuh", ": float2{NAN, NAN}", ": float2{}"),
     "feedback": ("general_quantize.cuh", "p.kv_length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "FEEDBACK"),
     "runs": ("general_quantize.cuh", "run(p.kv_length > TOKEN_CHUNK ? RUN : GROUP)", "run(GROUP)"),
-    "keys of non-finite tokens": ("general_quantize.cuh", "(block.is_key && shared.nonfinite[1 + row / 32] >> row % 32 & 1)", "false"),
+    "keys of non-finite tokens": ("general_quantize.cuh", "(block.is_key && exists && shared.nonfinite[1 + row / 32] >> row % 32 & 1)", "false"),
+    "teams of a warp": ("general_quantize.cuh", "threadIdx.x / 32 * team.of_warp + team.number", "threadIdx.x / 32 * team.of_warp"),
+    "lanes without a row": ("general_quantize.cuh", "if (!exists || !team.has_channels) return;", "if (!exists) return;"),
+    "the largest of a team": ("tile/row_team.h", "if (member + distance < lanes) x = fmaxf(x, other);", "x = fmaxf(x, other);"),
     "int8's hidden rows": ("general_quantize.cuh", "hidden = has_nan ||", "hidden ="),
     "int8's marks of blocks with a NaN": ("general_quantize.cuh", "if (INT8 && nonfinite) shared.nonfinite[0] = 1;", ""),
     "int8's marks of tokens": ("general_quantize.cuh", "INT8 && block.is_key && hidden ? NAN : kept", "kept"),
@@ -387,12 +390,13 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
         for qk in ("e4m3", "int8"):
             for granularity in general_quantize.ROW_GRANULARITIES:
                 for i, length in enumerate((300, 513, 1100)):
-                    q, k, v = of_shapes(64, 40, length, general_quantize.DTYPES[i])
+                    q, k, v = of_shapes((64, 72, 64)[i], 40, length, general_quantize.DTYPES[i])
                     rotate = (64, 16, 0)[i]
                     check(quantizer, (q, 40 + k, v), Recipe(q=granularity, k=granularity, qk=qk, rotate=rotate))
                     check(quantizer, (moved(q, 1), moved(k, 1), moved(v, 1)), Recipe(q=granularity, k=granularity, qk=qk, rotate=rotate))
         for length in (3000, 20_000):
             check(quantizer, wide_keys(length, torch.float32, "cpu", (1, 1, 16)), Recipe(k="token"))
+        check(quantizer, (None, *cancelling((1, 1, 700, 64), 2)), Recipe(k="token"))  # of warps
         q = torch.zeros(1, 1, 4, 64)
         q[..., 0::2] = -1e-45
         check(quantizer, (q, None, None), Recipe())

@@ -9,6 +9,7 @@ import torch
 
 from fp8attn import Quantized
 from fp8attn.device import device_of
+from fp8attn.quantization import LANES, sample_step
 from strategies import Case
 
 BAD = (torch.nan, torch.inf, -torch.inf)
@@ -98,3 +99,15 @@ def normal(shape: tuple[int, ...], dtype: torch.dtype = torch.bfloat16, device: 
         for _ in range(2)
     )
     return k.to(device, dtype), v.to(device, dtype)
+
+
+def cancelling(shape: tuple[int, ...], distance: int = LANES // 2) -> tuple[torch.Tensor, ...]:
+    """Numbers whose sums are what is left of large ones: these cancel if lanes so far apart are added to each other."""
+    k, v = normal(shape, torch.float32)
+    step = sample_step(shape[2])
+    for first in range(min(LANES, -(-shape[2] // step)) - distance):
+        if first & distance:
+            continue
+        k[:, :, first * step] *= 2.0**23
+        k[:, :, (first + distance) * step] = -k[:, :, first * step]
+    return k.bfloat16(), v.bfloat16()

@@ -44,12 +44,43 @@ struct RowTeam {
   }
 };
 
-// Rotation of parts of `part` channels: 0 for none, else a power of two from CHUNK on.
+// The same of as many lanes as have channels. Teams lie side by side; the last lanes of a warp may have no row.
+struct DenseTeam {
+  int lanes, of_warp, number, member, channel;  // `of_warp`: teams of a warp, of which this is the `number`-th
+  bool has_channels;
+
+  __device__ explicit DenseTeam(int head_dim) : lanes((head_dim + CHUNK - 1) / CHUNK), of_warp(32 / lanes) {
+    const int lane = threadIdx.x % 32;
+    number = lane / lanes, member = lane - number * lanes, channel = member * CHUNK;
+    has_channels = number < of_warp;
+  }
+
+  // Called by a whole warp, as all functions with shuffles.
+  __device__ float largest(float x) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      if (distance >= lanes) continue;
+      const float other = __shfl_sync(~0u, x, (lane + distance) % 32);
+      if (member + distance < lanes) x = fmaxf(x, other);
+    }
+    return __shfl_sync(~0u, x, lane - member);
+  }
+
+  // Whether x is true for a lane of the team.
+  __device__ bool any(bool x) const {
+    const uint32_t members = lanes == 32 ? ~0u : (1u << lanes) - 1;
+    return __ballot_sync(~0u, x) >> (threadIdx.x % 32 - member) & members;
+  }
+};
+
+// Rotation of parts of `part` channels: 0 for none, else a power of two from CHUNK on that divides the head dim.
 struct TeamRotation {
   int part;
   float factor[CHUNK];  // of the lane's channels: their signs times `unit`
 
-  __device__ TeamRotation(int its_part, const RowTeam& team, float unit) : part(its_part) {
+  template <typename Team>
+  __device__ TeamRotation(int its_part, const Team& team, float unit) : part(its_part) {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) factor[i] = (part > 0) & sign_bit((team.channel + i) & (part - 1)) ? -unit : unit;
   }
@@ -64,7 +95,7 @@ struct TeamRotation {
     for (int row = 0; row < COUNT; ++row) transform_chunk(rows[row]);
 #pragma unroll 1
     for (int distance = 1; distance * CHUNK < part; distance *= 2) {
-      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  // teams start at multiples of their size
+      const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  // teams start at multiples of a part's lanes
 #pragma unroll
       for (int i = 0; i < COUNT * CHUNK; ++i) {
         float& y = rows[i / CHUNK][i % CHUNK];
