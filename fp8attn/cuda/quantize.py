@@ -147,10 +147,10 @@ def grid_of(k: torch.Tensor) -> tuple[QuantizeConfig, int]:
 
 
 def writers_of(k: torch.Tensor, config: QuantizeConfig) -> int:
-    """Number of CTAs that write a head. The long instance has some for slices of V, and others for parts of K: 1, 2, 4
-    and 4 of a token chunk of 1 to 4 slices."""
+    """Number of CTAs that write a head. The long instance has some for slices of V, and others for parts of K: as many
+    of a token chunk as the power of two from its slices on."""
     slices = slices_of(k)
-    return token_chunks_of(k) * (slices + (slices if slices < 3 else 4) if config.is_long else slices)
+    return token_chunks_of(k) * (slices + (1 << (slices - 1).bit_length()) if config.is_long else slices)
 
 
 def choose(k: torch.Tensor) -> QuantizeConfig:
