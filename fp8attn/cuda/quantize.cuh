@@ -141,7 +141,7 @@ cudaError_t launch_in_clusters(const QuantizeParams& p, int ctas, int cluster, c
   constexpr int bytes = sizeof(QuantizeStorage<Instance::config>);
   const auto kernel = p.int8 ? quantize_kv<Instance, true, T> : quantize_kv<Instance, false, T>;
   cudaError_t error = take_shared_memory(kernel, bytes);
-  if (error == cudaSuccess && cluster > 8) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
+  if (error == cudaSuccess && cluster > PORTABLE_CLUSTER) error = cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1);
   if (error != cudaSuccess) return error;
   return launch_clusters(kernel, p, ctas, cluster, THREADS, bytes, stream);
 }

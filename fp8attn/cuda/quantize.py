@@ -42,7 +42,10 @@ MOMENTS = CHANNELS * (4 + 2 + 2)
 NONFINITE = TOKEN_CHUNK // 8
 """Bytes of one bit for each token of a chunk."""
 
-CHUNK_STATS_BYTES = MOMENTS + NONFINITE + 16
+PLACE = 4 * 4
+"""Bytes that say where the tokens of a chunk of packed sequences lie."""
+
+CHUNK_STATS_BYTES = MOMENTS + NONFINITE + PLACE
 """sizeof(ChunkStats): what one kernel tells the next of a slice of a token chunk of V."""
 
 

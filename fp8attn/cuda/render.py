@@ -21,7 +21,7 @@ from .fused_small import FusedSmallConfig
 from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
 from .prefill import HALF_BLOCK, PrefillConfig
-from .quantize import CHUNK_STATS_BYTES, QuantizeConfig
+from .quantize import CHUNK_STATS_BYTES, PORTABLE_CLUSTER, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig | FusedHeadConfig
 Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | DecodeTensorsConfig | PrefillConfig | AppendConfig
@@ -72,6 +72,7 @@ CONSTANTS: dict[str, int | float] = {
     "LARGEST_EXPONENT": pages.LARGEST_EXPONENT,
     "OF_WORD": OF_WORD,
     "CHUNK_STATS_BYTES": CHUNK_STATS_BYTES,
+    "PORTABLE_CLUSTER": PORTABLE_CLUSTER,
     "MEASURED_CHANNELS": MEASURED_CHANNELS,
     "MEASURED_CHUNK_BYTES": MEASURED_CHUNK_BYTES,
 }

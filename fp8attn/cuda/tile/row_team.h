@@ -14,6 +14,12 @@ __device__ inline int sign_bit(int channel) {
   return (pairs ^ pairs >> 1) & 1;
 }
 
+// Whether x is true for one of `lanes` lanes of the warp, from lane `first` on.
+__device__ inline bool any_of_lanes(bool x, int first, int lanes) {
+  const uint32_t members = lanes == 32 ? ~0u : (1u << lanes) - 1;
+  return __ballot_sync(~0u, x) >> first & members;
+}
+
 // The lanes of a warp that have a row: a power of two. The last ones may have no channels; theirs are zeros.
 struct RowTeam {
   int lanes, member, channel;  // `channel`: the lane's first
@@ -38,10 +44,7 @@ struct RowTeam {
   }
 
   // Whether x is true for a lane of the team.
-  __device__ bool any(bool x) const {
-    const uint32_t members = lanes == 32 ? ~0u : (1u << lanes) - 1;
-    return __ballot_sync(~0u, x) >> threadIdx.x % 32 / lanes * lanes & members;
-  }
+  __device__ bool any(bool x) const { return any_of_lanes(x, threadIdx.x % 32 / lanes * lanes, lanes); }
 };
 
 // The same of as many lanes as have channels. Teams lie side by side; the last lanes of a warp may have no row.
@@ -68,10 +71,7 @@ struct DenseTeam {
   }
 
   // Whether x is true for a lane of the team.
-  __device__ bool any(bool x) const {
-    const uint32_t members = lanes == 32 ? ~0u : (1u << lanes) - 1;
-    return __ballot_sync(~0u, x) >> (threadIdx.x % 32 - member) & members;
-  }
+  __device__ bool any(bool x) const { return any_of_lanes(x, threadIdx.x % 32 - member, lanes); }
 };
 
 // Rotation of parts of `part` channels: 0 for none, else a power of two from CHUNK on that divides the head dim.

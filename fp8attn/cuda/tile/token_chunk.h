@@ -152,7 +152,7 @@ struct ClusterCoord {
     first_place = fp8attn::first_place<TOKEN_CHUNK>(begin, sequence), first_page = fp8attn::first_place<KEYS>(begin, sequence);
   }
 
-  // Whether the token chunk has tokens. All do but those at places of packed sequences.
+  // Whether the token chunk has tokens. All do but those of packed sequences' places and clusters.
   __device__ bool exists() const { return count > 0; }
 
   // Of packed sequences: whether clusters hold the sequence.
