@@ -45,6 +45,19 @@ def units_of(packed: Packed, size: int) -> int:
     return packed.tokens // size + packed.sequences
 
 
+def first_tile(begin, sequence, rows, sharing, units):
+    """The place of a packed sequence's first tile among the tiles of all sequences, as `first_unit`.
+
+    A tile has `units` units of `rows` tokens of `sharing` heads, which follow one another.
+    """
+    return (begin // rows + sequence) * sharing // units + (sequence if units > 1 else 0)
+
+
+def tiles_of(packed: Packed, rows: int, sharing: int, units: int) -> int:
+    """Places of tiles of all packed sequences, as `units_of`."""
+    return first_tile(packed.tokens, packed.sequences, rows, sharing, units)
+
+
 def slots(length: int, device: torch.device | None = None) -> torch.Tensor:
     """key_of_slot(0 … length - 1) as an int64 tensor; `length` is a multiple of 16."""
     return key_of_slot(torch.arange(length, device=device))

@@ -30,6 +30,7 @@ from .cuda import build, general_quantize
 from .cuda import quantize as cuda_quantize
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
+from .cuda.configs import ROWS, HopperConfig
 from .device import INTERPRETING, Device, device_of
 from .layout import padded_length
 from .recipe import (
@@ -487,7 +488,9 @@ def forward_by_cuda(call: Call, planned: cuda_run.Config, into: tuple[torch.Tens
     device = device_of(call.q.device)
     if call.varlen is None:
         return cuda_run.forward(call, device, planned, into=into)
-    return cuda_run.forward(call, device, planned, tile_table=triton_kernels.varlen.table_of(call, planned.tile_rows, device))
+    assert isinstance(planned, HopperConfig)
+    table = triton_kernels.varlen.table_of(call, ROWS, device, planned.consumers)
+    return cuda_run.forward(call, device, planned, tile_table=table)
 
 
 def plan_backend(backend: str, call: Call) -> cuda_run.Config | str:

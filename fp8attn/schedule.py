@@ -35,9 +35,10 @@ TABLE_HEADER = ("tiles", "taken")
 """The first row of the table of tiles of packed sequences, int32 each: the number of tiles, which are the rows behind
 it; and 0, from which attention kernels count the tiles that they take."""
 
-TILE_FIELDS = ("sequence", "first_row", "q_begin", "q_length", "k_begin", "k_length", "page")
+TILE_FIELDS = ("sequence", "first_row", "q_begin", "q_length", "k_begin", "k_length", "page", "head")
 """What attention kernels know of a tile of packed sequences, int32 each: its sequence, its first row in it, the first
-token and the number of tokens of the sequence in q and in k, and its first page of keys (layout.first_unit)."""
+token and the number of tokens of the sequence in q and in k, its first page of keys (layout.first_unit), and where
+tiles have rows of several heads, which of the query heads that share keys has the first row."""
 
 TILE_PITCH = 8
 """int32 numbers of a row of the table: those of TILE_FIELDS in one memory sector."""

@@ -167,7 +167,7 @@ class HopperConfig:
         facts = 4 * self.consumers * (2 * self.value_dim + (3 if self.fuse_q_quant else 2) * ROWS) + 8 * self.stages
         # K's mean of two tiles, four barriers and sinks
         facts += 2 * 2 * self.head_dim + 4 * 8 + 4 * self.consumers if self.mean_by_products else 0
-        tiles, barriers = (64 if self.varlen else 32) * 4, 8 * (2 * self.consumers + 4 * self.stages)
+        tiles, barriers = (128 if self.varlen else 32) * 4, 8 * (2 * self.consumers + 4 * self.stages)
         # swizzled boxes start at multiples of 1024 bytes
         return q + kv + round_up(128 + work_tiles + shown + key_facts, 1024) + added + output + round_up(facts + tiles + barriers, 1024)
 

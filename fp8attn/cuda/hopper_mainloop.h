@@ -58,9 +58,9 @@ __device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile&
 
 // What K's mean adds to the scores of a thread's two rows. Without keys, what it added to the CTA's last tile is there.
 template <HopperConfig C>
-__device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const TileOf<C>& tile, const WarpgroupTile& wg_tile, Fragment f) {
+__device__ float2 mean_scores_of(const Params& p, const SharedStorage<C>& shared, const TileOf<C>& tile, const WarpgroupTile& wg_tile, int consumer, Fragment f) {
   if constexpr (C.fuse_q_quant) {
-    const auto& of_row = shared.mean_scores.of_row[wg_tile.consumer];
+    const auto& of_row = shared.mean_scores.of_row[consumer];
     return p.lse_mean != nullptr && has_keys(tile) ? float2{of_row[f.row], of_row[f.row + 8]} : float2{};
   } else {
     const int row = wg_tile.first_row() + f.row;
@@ -117,18 +117,22 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   float alpha[2];
   uint32_t probabilities[KEYS / 32][4];
 
+  // The consumer's rows of a tile: their head, and which of its rows they are.
+  const auto head_of_mine = [&](const TileOf<C>& tile) -> const Tile& { return head_of(tile, consumer); };
+  const auto first_row = [&](const TileOf<C>& tile) { return first_row_of(tile, consumer); };
+
   // loads for the next tile are issued in this order, each as soon as nobody reads the last tile's any more
   const auto load_rows = [&](const TileOf<C>& tile) {
     if (tile.exists() && C.fuse_q_quant)
-      scales.find_row_ends(lengths.visible(tile), tile.first_row + consumer * ROWS);
+      scales.find_row_ends(lengths.visible(tile), first_row(tile));
     else if (tile.exists())
-      scales.load_rows(p, lengths.visible(tile), tile, tile.first_row + consumer * ROWS, lengths.row_end(p, tile));
+      scales.load_rows(p, lengths.visible(tile), head_of_mine(tile), first_row(tile), lengths.row_end(p, tile));
     ptx::cp_async_commit();
   };
   const auto load_channels = [&](const TileOf<C>& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
     if constexpr (S::mean_by_products) {
-      if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.mean.sink[consumer], p.sinks + tile.head, true);
+      if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.mean.sink[consumer], p.sinks + head_of_mine(tile).head, true);
     }
     ptx::cp_async_commit();
   };
@@ -136,13 +140,13 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if constexpr (S::mean_by_products)
       return &shared.mean.sink[consumer];
     else
-      return p.sinks + tile.head;
+      return p.sinks + head_of_mine(tile).head;
   };
   using HalfQueries = std::conditional_t<C.fuse_q_quant, Queries<C.head_dim, C.int8>, NoQueries>;
   const auto load_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
     if constexpr (C.fuse_q_quant) {
-      const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
-      queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? lengths.row_end(p, tile) : 0);
+      const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + head_of_mine(tile).head * p.q_strides[1];
+      queries.load(head, p.q_strides[2], first_row(tile), tile.exists() ? lengths.row_end(p, tile) : 0);
     }
   };
   const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
@@ -187,7 +191,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     typename S::RowSoftmax softmax;
     float2 capped_mean = {};  // what K's mean adds to the scores of the thread's rows, over the cap
     if constexpr (C.softcap) {
-      const float2 mean = mean_scores_of<C>(p, shared, work_tile, wg_tile, f);
+      const float2 mean = mean_scores_of<C>(p, shared, work_tile, wg_tile, consumer, f);
       capped_mean = {mean.x * p.inverse_softcap, mean.y * p.inverse_softcap};
     }
     float o[S::first / 2], o_second[S::second == 0 ? 1 : S::second / 2];
@@ -337,10 +341,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     if constexpr (!C.fuse_q_quant) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     if constexpr (C.window) {
-      for (int n = begin_of<C>(visible, wg_tile.tile, work_tile); n < wg_tile.begin; ring.advance()) n = skip_block(n);
+      for (int n = begin_of<C>(visible, work_tile, work_tile); n < wg_tile.begin; ring.advance()) n = skip_block(n);
     }
     wait_for_keys(ring);
-    const int begin = C.window ? wg_tile.begin : begin_of<C>(visible, wg_tile.tile, work_tile);
+    const int begin = C.window ? wg_tile.begin : begin_of<C>(visible, work_tile, work_tile);
     int after = kv_block_of(ring.stage, begin + 1).next;  // the block after the ring's
     issue_qk<C>(scores, shared, consumer, ring.stage, first_panel, first_keys, ones);
     if constexpr (C.fuse_q_quant) {
@@ -388,7 +392,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     accumulate_pv(none, nothing, nothing);
     ring.advance();
-    const int loaded = loaded_end<C>(visible, wg_tile.tile, work_tile);
+    const int loaded = loaded_end<C>(visible, work_tile, work_tile);
     for (; after < loaded; ring.advance()) after = skip_block(after);
 
     if constexpr (S::stream_k) {
@@ -405,7 +409,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     RowSums rows = {{softmax.m[0], softmax.m[1]}};
     // Under a soft cap, the scores include them. They are read before those of the next tile replace them, and behind a
     // barrier where other warps have found them since the last one.
-    const auto find_mean_scores = [&] { rows.mean_scores = C.softcap ? float2{} : mean_scores_of<C>(p, shared, work_tile, wg_tile, f); };
+    const auto find_mean_scores = [&] { rows.mean_scores = C.softcap ? float2{} : mean_scores_of<C>(p, shared, work_tile, wg_tile, consumer, f); };
     if constexpr (!S::multiplies_late) find_mean_scores();
     const TileOf<C>& next_tile = shared.tiles[(round + 1) % TILES];
     load_queries(queries, next_tile);

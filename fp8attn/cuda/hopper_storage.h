@@ -158,10 +158,17 @@ __device__ int end_of(const TileOf<C>& work_tile) {
     return ALL_BLOCKS;
 }
 
-template <HopperConfig C>
-__device__ int begin_of(const Visible& visible, const Tile& tile, const TileOf<C>& work_tile) {
+// Of a tile's rows the last one. They may be more than there are.
+template <HopperConfig C, typename Place>
+__device__ int last_row_of(const Place& tile) {
+  return first_row_of(tile, C.consumers - 1) + ROWS - 1;
+}
+
+// `tile`: what the caller knows of the work tile, which may be in registers.
+template <HopperConfig C, typename Place>
+__device__ int begin_of(const Visible& visible, const Place& tile, const TileOf<C>& work_tile) {
   if constexpr (C.window)
-    return visible.first_block(tile.first_row, tile.first_row + Shape<C>::tile_rows - 1);
+    return visible.first_block(tile.first_row, last_row_of<C>(tile));
   else if constexpr (Shape<C>::stream_k)
     return work_tile.begin;
   else
@@ -178,9 +185,9 @@ __device__ bool is_complete(const TileOf<C>& work_tile) {
 }
 
 // One past the last K/V block that a work tile loads: that of the tile's last row.
-template <HopperConfig C>
-__device__ int loaded_end(const Visible& visible, const Tile& tile, const TileOf<C>& work_tile) {
-  return min(visible.blocks(tile.first_row + Shape<C>::tile_rows - 1), end_of<C>(work_tile));
+template <HopperConfig C, typename Place>
+__device__ int loaded_end(const Visible& visible, const Place& tile, const TileOf<C>& work_tile) {
+  return min(visible.blocks(last_row_of<C>(tile)), end_of<C>(work_tile));
 }
 
 // What the CTA does after `round`; first after -1.
@@ -189,7 +196,7 @@ __device__ void write_next_work_tile(SharedStorage<C>& shared, const ScheduleOf<
   TileOf<C>& next = shared.tiles[(round + 1) % TILES];
   const auto position = [&] { return round < 0 ? int(blockIdx.x) : schedule.after(round); };
   if constexpr (C.varlen)
-    next = schedule.at(position());
+    schedule.template write<C.consumers>(next, position());
   else if constexpr (Shape<C>::stream_k)
     shared.side.work_tiles.write_next(next, schedule, round);
   else

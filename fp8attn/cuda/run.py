@@ -80,7 +80,8 @@ def forward(
 
     Args:
         splits: as `splits_of` says; None: as many as that.
-        tile_table: the table of tiles of packed sequences, int32 (1 + places, TILE_PITCH), for the config's tile_rows.
+        tile_table: the table of tiles of packed sequences, int32 (1 + places, TILE_PITCH), for
+            the config's consumers.
         into: where to write the results; None: into new tensors.
 
     Returns:

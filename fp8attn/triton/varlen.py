@@ -24,6 +24,7 @@ TAKEN_AT: tl.constexpr = tl.constexpr(schedule.TABLE_HEADER.index("taken"))
 PAGE: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 # the interpreter runs plain Python functions as they are
 first_unit = layout.first_unit if INTERPRETING else triton.jit(layout.first_unit)
+first_tile = layout.first_tile if INTERPRETING else triton.jit(layout.first_tile)
 
 
 @triton.jit
@@ -67,8 +68,9 @@ def tile_at(place, cu_seqlens, sequences, tokens, group, ROWS: tl.constexpr):
 
 
 @triton.jit
-def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr):
-    """The unit of SIZE tokens at a place (layout.first_unit).
+def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr, sharing=1, UNITS: tl.constexpr = 1):
+    """The unit of SIZE tokens at a place (layout.first_unit); or the tile of UNITS of them, of `sharing` heads
+    (layout.first_tile).
 
     Returns:
         its sequence, its number there, and the first token and the number of tokens of the sequence. The unit may have
@@ -79,10 +81,10 @@ def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr):
     for first in range(0, sequences, SEARCH):
         index = first + lanes
         begin = begins_of(cu_seqlens, index, tokens, index < sequences)
-        before += ((index < sequences) & (first_unit(begin, index, SIZE) <= place)).to(tl.int32)
+        before += ((index < sequences) & (first_tile(begin, index, SIZE, sharing, UNITS) <= place)).to(tl.int32)
     sequence = tl.maximum(tl.sum(before, 0) - 1, 0)
     begin, length = spans_of(cu_seqlens, seqused, sequence, tokens, sequence < sequences)
-    unit = place - first_unit(begin, sequence, SIZE)
+    unit = place - first_tile(begin, sequence, SIZE, sharing, UNITS)
     # negative only if starts of sequences aren't in order
     return sequence, tl.maximum(unit, 0), begin, tl.where(unit < 0, 0, length)
 
@@ -131,30 +133,46 @@ def load_tile_entry(table, index):
 
 
 @triton.jit
-def work_of(q_length, kv_length, window, ROWS: tl.constexpr):
-    """The work of the tiles of some sequences: of all full tiles, and of the last tile if it isn't full.
+def tiles_of(q_length, sharing, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    """The number of tiles of some sequences, and how many rows are missing in the last one.
+
+    Units of rows that aren't full count as full, unless each tile has rows of one head only.
+    """
+    units = tl.cdiv(q_length, ROWS) * sharing
+    tiles = tl.cdiv(units, UNITS)
+    return tiles, (tiles * UNITS - units) * ROWS + tl.where(sharing == 1, units * ROWS - q_length, 0)
+
+
+@triton.jit
+def work_of(kv_length, missing, window, ROWS: tl.constexpr):
+    """The work of the tiles of some sequences: of all full tiles, and of the last tile, in which rows are missing.
 
     It is the most keys that a tile of the sequence sees: all tiles of a sequence have the same, so that they come one
     after the other, and find their keys in L2. But where all of them see as many keys, a tile that isn't full has
     less: rows that don't exist take about half of the time of others.
     """
     most = tl.where((window[0] < 0) | (window[1] < 0), kv_length, tl.minimum(kv_length, window[0] + window[1] + ROWS))
-    return most, tl.where(window[1] < 0, most - most // (2 * ROWS) * (ROWS - q_length % ROWS), most)
+    return most, tl.where(window[1] < 0, most - most // (2 * ROWS) * missing, most)
 
 
 @triton.jit
-def tiles_above(work, q_length, kv_length, window, ROWS: tl.constexpr):
+def tiles_above(work, q_length, kv_length, window, sharing, ROWS: tl.constexpr, UNITS: tl.constexpr):
     """The number of tiles of some sequences with more work than `work`."""
-    of_full, of_last = work_of(q_length, kv_length, window, ROWS)
-    return tl.where(of_full > work, q_length // ROWS, 0) + ((q_length % ROWS > 0) & (of_last > work)).to(tl.int32)
+    tiles, missing = tiles_of(q_length, sharing, ROWS, UNITS)
+    of_full, of_last = work_of(kv_length, missing, window, ROWS * UNITS)
+    partial = (missing > 0).to(tl.int32)
+    return tl.where(of_full > work, tiles - partial, 0) + tl.where(of_last > work, partial, 0)
 
 
-@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right"])
+@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right", "sharing"])
 def table_kernel(
-    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, ROWS: tl.constexpr, DEPENDENT: tl.constexpr
+    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, sharing,
+    ROWS: tl.constexpr, UNITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of tiles of ROWS queries, (1 + units_of(q, ROWS), TILE_PITCH): the header, then the tiles, those
-    with the most work first.
+    """Write the table of tiles of UNITS x ROWS queries, (1 + layout.tiles_of(q, ...), TILE_PITCH): the header, then the
+    tiles, those with the most work first.
+
+    A tile has units of ROWS queries of `sharing` heads: of all heads the first rows, then of all heads the next ones.
 
     Tiles with the same work are in the order of sequences, and in a sequence from the last one on. Each program
     computes the rank of the tile at its place. Starts of sequences that aren't in order would leave ranks without a
@@ -165,10 +183,11 @@ def table_kernel(
     begin(DEPENDENT)
     place = tl.program_id(0)
     window = (left, right)
-    own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, ROWS)
+    own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, ROWS, sharing, UNITS)
     k_begin, k_length = spans_of(cu_k, used_k, own, k_tokens, own < sequences)
-    full = q_length // ROWS
-    of_full, of_last = work_of(q_length, k_length, window, ROWS)
+    own_tiles, missing = tiles_of(q_length, sharing, ROWS, UNITS)
+    full = own_tiles - (missing > 0).to(tl.int32)
+    of_full, of_last = work_of(k_length, missing, window, ROWS * UNITS)
     work = tl.where(tile < full, of_full, of_last)
     lanes = tl.arange(0, SEARCH)
     ahead = tl.zeros([SEARCH], tl.int32)
@@ -179,42 +198,47 @@ def table_kernel(
         begins, q_lengths = spans_of(cu_q, used_q, index, q_tokens, index < sequences)
         _, k_lengths = spans_of(cu_k, used_k, index, k_tokens, index < sequences)
         # of earlier sequences, tiles with the same work are ahead, too
-        ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, ROWS))
-        tiles += tl.cdiv(q_lengths, ROWS)
+        ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, sharing, ROWS, UNITS))
+        of_sequences, _ = tiles_of(q_lengths, sharing, ROWS, UNITS)
+        tiles += of_sequences
         ends = begins_of(cu_q, index + 1, q_tokens, index < sequences)
         disorder += (ends < begins).to(tl.int32)
-    own_last = (q_length % ROWS > 0) & (of_last >= of_full)
+    own_last = (missing > 0) & (of_last >= of_full)
     own_ahead = tl.where(tile < full, full - 1 - tile + own_last.to(tl.int32), tl.where(of_full > of_last, full, 0))
     if place == 0:
         tl.store(table + TILES_AT, tl.where(tl.sum(disorder, 0) > 0, 0, tl.sum(tiles, 0)))
         tl.store(table + TAKEN_AT, 0)
     rank = tl.sum(ahead, 0) + own_ahead
-    there = (tile * ROWS < q_length) & (rank < tl.num_programs(0))
+    there = (tile < own_tiles) & (rank < tl.num_programs(0))
     entry = table + (1 + rank) * PITCH
     tl.store(entry, own, mask=there)
-    tl.store(entry + 1, tile * ROWS, mask=there)
+    tl.store(entry + 1, tile * UNITS // sharing * ROWS, mask=there)
     tl.store(entry + 2, q_begin, mask=there)
     tl.store(entry + 3, q_length, mask=there)
     tl.store(entry + 4, k_begin, mask=there)
     tl.store(entry + 5, k_length, mask=there)
     tl.store(entry + 6, first_unit(k_begin, own, PAGE), mask=there)
+    tl.store(entry + 7, tile * UNITS % sharing, mask=there)
 
 
-def table_of(call: Call, rows: int, device: Device, *, warmup: bool = False) -> torch.Tensor | None:
-    """The table of tiles of `rows` queries of a call's packed sequences, int32 (1 + places, TILE_PITCH); None if there
-    are none. What is behind the last tile isn't written.
+def table_of(call: Call, rows: int, device: Device, units: int | None = None, *, warmup: bool = False) -> torch.Tensor | None:
+    """The table of tiles of a call's packed sequences, int32 (1 + places, TILE_PITCH); None if there are none. What is
+    behind the last tile isn't written.
 
     Args:
+        rows: queries of a tile, all of one head; with `units`, queries of a unit.
+        units: units of a tile, of any of the query heads that share keys.
         warmup: compile only.
     """
     if call.varlen is None:
         return None
     q, k = call.varlen.q, call.varlen.k
-    places = layout.units_of(q, rows)
+    units, sharing = (1, 1) if units is None else (units, call.q_heads // call.kv_heads)
+    places = layout.tiles_of(q, rows, sharing, units)
     table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=call.q.device)
     launch(
         table_kernel, (places,),
-        q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, rows,
+        q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, sharing, rows, units,
         device.has_dependent_launch, warmup=warmup, dependent=device.has_dependent_launch, num_warps=1,
     )  # fmt: skip
     return table

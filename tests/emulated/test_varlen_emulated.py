@@ -40,8 +40,8 @@ CASES = {
 }
 
 
-def case_of(config: HopperConfig, **fields) -> Ragged:
-    return dataclasses.replace(TYPICAL, lengths=LENGTHS, dim=config.head_dim, value_dim=config.value_dim, kv_heads=1, group=2, **fields)
+def case_of(config: HopperConfig, group: int = 2, **fields) -> Ragged:
+    return dataclasses.replace(TYPICAL, lengths=LENGTHS, dim=config.head_dim, value_dim=config.value_dim, kv_heads=1, group=group, **fields)
 
 
 def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32, fuse_q_quant: bool = False) -> Call:
@@ -72,7 +72,7 @@ def forward(emulated: Emulated, call: Call, config: HopperConfig) -> tuple[torch
         for name in ("empty_output", "empty_lse"):
             original = getattr(cuda_run, name)
             patch.setattr(cuda_run, name, lambda *args, original=original: original(*args).fill_(7.0))
-        table = None if call.varlen is None else varlen.table_of(call, config.tile_rows, device_of(CPU))
+        table = None if call.varlen is None else varlen.table_of(call, configs.ROWS, device_of(CPU), config.consumers)
         return cuda_run.forward(call, TWO_SMS, config, 1, table)
 
 
@@ -107,6 +107,8 @@ def test_a_sequence_has_the_output_that_it_has_alone(emulated: Emulated, name: s
     if name == "causal":
         assert_as_alone(emulated, emulated, config, dataclasses.replace(case, unused=3, dim=dim - 8, value_dim=dim - 16), torch.bfloat16)
         assert_as_alone(emulated, emulated, config, dataclasses.replace(case, kv_heads=2, lengths=((20, 20),) * 9), torch.float16)
+    if name in ("causal", "window"):
+        assert_as_alone(emulated, emulated, config, case_of(config, 1 if dim == 64 else 5, **CASES[name]))
 
 
 @pytest.mark.one_in(4)
@@ -154,10 +156,11 @@ def test_a_mean_of_the_tile_before_is_seen() -> None:
 
 
 def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
-    """Of 128 channels, whose output takes several boxes: causal and not, and groups of heads that come one after the other."""
+    """Of 128 channels, whose output takes several boxes: causal and not, and groups of heads that come one after the
+    other. As many heads as consumers share keys, more, and fewer."""
     config = next(c for c in VARLEN_GROUPS["plain", False] if c.head_dim == 128)
-    for is_causal in (False, True):
-        assert_as_alone(packed, dense, config, case_of(config, is_causal=is_causal))
+    for is_causal, group in ((False, 3), (True, 4)):
+        assert_as_alone(packed, dense, config, case_of(config, group, is_causal=is_causal))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(schedule, "L2_BYTES", 0)
         assert_as_alone(packed, dense, config, dataclasses.replace(case_of(config), kv_heads=2, lengths=LENGTHS[:4]))

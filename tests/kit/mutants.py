@@ -291,6 +291,9 @@ VARLEN_MUTANTS = {
     "aligned to a key too late": ("tile/seq_len.h", "aligned = tile.kv_length - tile.q_end;", "aligned = tile.kv_length - tile.q_end + 1;"),
     "all keys of the tensor": ("tile/seq_len.h", "found.kv_length = tile.kv_length;", "found.kv_length = p_.kv_length;"),
     "a tile less": ("tile/seq_len.h", "p.tile_table[int(TableHeader::tiles)];", "p.tile_table[int(TableHeader::tiles)] - 1;"),
+    "all rows of a tile of one head": ("tile/seq_len.h", "if (++head == sharing)", "if (true)"),
+    "a tile that begins with the first head": ("tile/seq_len.h", "head = field(TileField::head);", "head = 0;"),
+    "keys of the first consumer only": ("hopper_storage.h", "first_row_of(tile, C.consumers - 1)", "first_row_of(tile, 0)"),
     "one block for a consumer's last rows": ("tile/attend.h", "row < visible.q_length ?", "row + ROWS <= visible.q_length ?"),
 }
 """Mutants of the Hopper kernel's instances for packed sequences. tests/emulated/test_varlen_emulated.py sees them."""
@@ -302,7 +305,7 @@ VARLEN_FUSED_Q_MUTANTS = {
         "has_keys(const PackedTile& tile) { return tile.kv_length > 0; }",
         "has_keys(const PackedTile&) { return true; }",
     ),
-    "sink of another head": ("hopper_mainloop.h", "p.sinks + tile.head, true", "p.sinks, true"),
+    "sink of another head": ("hopper_mainloop.h", "p.sinks + head_of_mine(tile).head, true", "p.sinks, true"),
     "no rows behind the first sequence": ("hopper_mainloop.h", "tile.exists() ? lengths.row_end(p, tile) : 0", "tile.exists() ? 70 : 0"),
 }
 """The same where the kernel quantizes queries, which start at those of 70 tokens."""

@@ -193,17 +193,19 @@ def same_lse(found: torch.Tensor, expected: torch.Tensor, one: Call) -> bool:
     return torch.equal(found, expected) if one.kv_length > 0 else torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def call_of_lengths(q: Packed, k: Packed, causal: str, window: tuple[int, int], longest: int | None = None) -> Call:
-    """A call of packed sequences of one head, of which all but lengths is made up."""
-    x, y = (torch.empty(1, 1, n.tokens, 16, device=n.cu_seqlens.device) for n in (q, k))
+def call_of_lengths(q: Packed, k: Packed, causal: str, window: tuple[int, int], longest: int | None = None, sharing: int = 1) -> Call:
+    """A call of packed sequences of one key/value head, of which all but lengths is made up."""
+    x, y = (torch.empty(1, heads, n.tokens, 16, device=n.cu_seqlens.device) for n, heads in ((q, sharing), (k, 1)))
     lengths = Varlen(q, k, *((q.tokens, k.tokens) if longest is None else (longest, longest)))
     return Call(
         x, None, 1, y, y, 128, y, y, None, None, None, k.tokens, 1.0, causal, "e4m3", None, torch.float32, False, window, varlen=lengths,
     )  # type: ignore[arg-type]  # fmt: skip
 
 
-def table(q: Packed, k: Packed, rows: int, causal: str, window: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """The table of tiles that attention kernels get. They know no more of a call than its lengths."""
-    found = varlen.table_of(call_of_lengths(q, k, causal, window), rows, device_of(device))
+def table(
+    q: Packed, k: Packed, rows: int, causal: str, window: tuple[int, int], device: torch.device, sharing: int = 1, units: int | None = None
+) -> torch.Tensor:  # fmt: skip
+    """The table of tiles that attention kernels get. They know no more of a call than its lengths and heads."""
+    found = varlen.table_of(call_of_lengths(q, k, causal, window, sharing=sharing), rows, device_of(device), units)
     assert found is not None
     return found.cpu()

@@ -87,8 +87,8 @@ def mean_of_all_places(count):
 
 
 @triton.jit
-def ties_with_one_rank(work, q_length, kv_length, window, ROWS: tl.constexpr):
-    return original_above(tl.where(work < 0, work, work + 1), q_length, kv_length, window, ROWS)
+def ties_with_one_rank(work, q_length, kv_length, window, sharing, ROWS: tl.constexpr, UNITS: tl.constexpr):
+    return original_above(tl.where(work < 0, work, work + 1), q_length, kv_length, window, sharing, ROWS, UNITS)
 
 
 def check_forward(case=CASE) -> None:

@@ -16,9 +16,10 @@ import ragged as kit
 from closeness import E4M3_STEP, SHARE_OFF_GRID, assert_matches_pipeline, relative
 from fp8attn import PRECISE, Recipe, ops, reference
 from fp8attn.cuda import run as cuda_run
+from fp8attn.cuda.configs import ROWS
 from fp8attn.cuda.configs import HopperConfig as HopperInstance
 from fp8attn.device import device_of
-from fp8attn.layout import first_unit, units_of
+from fp8attn.layout import first_tile, first_unit, tiles_of, units_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
 from fp8attn.recipe import Packed
 from fp8attn.schedule import TABLE_HEADER, TILE_FIELDS, heads_side_by_side
@@ -30,6 +31,9 @@ from ragged import KINDS, TYPICAL, Ragged, alone, any_ragged, head_first, same_l
 from strategies import FEW, given_several, noted, of_few_kinds
 
 ragged = of_few_kinds(any_ragged, kit.like, KINDS)
+
+TILES_OF_HEADS = ((1, 3), (2, 2), (4, 3), (5, 4), (8, 2))
+"""Query heads that share keys, and units of a tile that has rows of any of them."""
 
 FORWARD_BACKENDS = ("triton", "modelled", "reference", *(["auto"] if GPU else []))
 
@@ -51,6 +55,12 @@ def test_places_of_units_do_not_overlap(starts: list[int], size: int) -> None:
         place = first_unit(begin, i, size)
         taken += range(place, place - (-length // size))
     assert len(taken) == len({*taken}) and all(0 <= place < units_of(where, size) for place in taken) and taken == sorted(taken)
+    for sharing, units in TILES_OF_HEADS:
+        taken = []
+        for i, (begin, length) in enumerate(where.spans()):
+            place = first_tile(begin, i, size, sharing, units)
+            taken += range(place, place - (-(-(-length // size) * sharing) // units))
+        assert len(taken) == len({*taken}) and all(0 <= place < tiles_of(where, size, sharing, units) for place in taken)
 
 
 @given_several(ragged)
@@ -198,7 +208,7 @@ def test_the_lse_is_that_of_keys_as_they_were(device: torch.device) -> None:
             assert (lse - exact)[:, inside].nan_to_num(0.0).abs().max() < 1.0
 
 
-def tiles_of(found: torch.Tensor) -> list[dict[str, int]]:
+def entries_of(found: torch.Tensor) -> list[dict[str, int]]:
     """The tiles of a table."""
     header = dict(zip(TABLE_HEADER, found[0].tolist(), strict=False))
     assert header["taken"] == 0
@@ -208,29 +218,41 @@ def tiles_of(found: torch.Tensor) -> list[dict[str, int]]:
 @given(
     lengths=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 400)), min_size=1, max_size=6),
     rows=st.sampled_from((16, 64, 192)),
+    heads=st.sampled_from((None, *TILES_OF_HEADS)),
     window=st.sampled_from((None, (-1, 0), (-1, -1), (50, 10), (100, -1))),
 )
 def test_the_table_has_each_tile_once_and_long_sequences_first(
-    lengths: list[tuple[int, int]], rows: int, window: tuple[int, int] | None, device: torch.device
+    lengths: list[tuple[int, int]], rows: int, heads: tuple[int, int] | None, window: tuple[int, int] | None, device: torch.device
 ) -> None:
     """The tiles of a sequence come one after the other, from the last to the first. Only in a call that isn't causal,
     where all of them see as many keys, a tile that isn't full comes later, behind full ones with more than half as
-    many keys."""
+    many keys. `heads`: how many share keys, and units of a tile; None: tiles have rows of one head."""
+    sharing, units = heads or (1, 1)
     starts = [torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device) for x in zip(*lengths, strict=True)]
     q, k = (Packed(x, None, int(x[-1]) + 3) for x in starts)
     causal, of_rows = ("none", (-1, 0)) if window is None else ("bottom_right", window)
-    found = table(q, k, rows, causal, of_rows, device)
-    assert len(found) == 1 + units_of(q, rows)
-    tiles = tiles_of(found)
-    expected = {(i, row) for i, (q_length, _) in enumerate(lengths) for row in range(0, q_length, rows)}
-    assert {(x["sequence"], x["first_row"]) for x in tiles} == expected and len(tiles) == len(expected)
+    found = table(q, k, rows, causal, of_rows, device, sharing, None if heads is None else units)
+    assert len(found) == 1 + tiles_of(q, rows, sharing, units)
+    tiles = entries_of(found)
+    of_sequence = [-(-q_length // rows) * sharing for q_length, _ in lengths]  # units
+    expected = {(i, unit // sharing * rows, unit % sharing) for i, count in enumerate(of_sequence) for unit in range(0, count, units)}
+    assert {(x["sequence"], x["first_row"], x["head"]) for x in tiles} == expected and len(tiles) == len(expected)
     for x in tiles:
         i = x["sequence"]
         assert (x["q_length"], x["k_length"]) == lengths[i] and (x["q_begin"], x["k_begin"]) == (int(starts[0][i]), int(starts[1][i]))
     right = -1 if window is None else window[1]
-    most = {i: kv_length if -1 in of_rows or window is None else min(kv_length, sum(of_rows) + rows) for i, (_, kv_length) in enumerate(lengths)}
-    full = [x for x in tiles if right >= 0 or x["first_row"] + rows <= x["q_length"]]
-    assert full == sorted(full, key=lambda x: (-most[x["sequence"]], x["sequence"], -x["first_row"]))
+    of_tile = -1 if window is None or -1 in of_rows else sum(of_rows) + rows * units  # keys
+    most = {i: kv_length if of_tile < 0 else min(kv_length, of_tile) for i, (_, kv_length) in enumerate(lengths)}
+
+    def unit(tile: dict[str, int]) -> int:
+        return tile["first_row"] // rows * sharing + tile["head"]
+
+    def is_full(tile: dict[str, int]) -> bool:
+        units_exist = unit(tile) + units <= of_sequence[tile["sequence"]]
+        return units_exist and (sharing > 1 or tile["first_row"] + rows * units <= tile["q_length"])
+
+    full = [x for x in tiles if right >= 0 or is_full(x)]
+    assert full == sorted(full, key=lambda x: (-most[x["sequence"]], x["sequence"], -unit(x)))
     for i, x in enumerate(tiles):
         if x not in full:
             assert all(most[other["sequence"]] <= most[x["sequence"]] for other in tiles[i:] if other in full)
@@ -247,7 +269,7 @@ def test_starts_without_sense_lead_nowhere_outside(starts: list[int], rows: int,
         assert 0 <= begin <= begin + length <= tokens
         assert first_unit(begin, i, 128) - (-length // 128) <= units_of(where, 128)
     found = table(replace(where, seqused=None), where, rows, "bottom_right", (-1, 0), device)
-    for tile in tiles_of(found):
+    for tile in entries_of(found):
         assert all(x >= 0 for x in tile.values()) and tile["sequence"] < where.sequences
         assert all(tile[f"{name}_begin"] + tile[f"{name}_length"] <= tokens for name in "qk")
     x = torch.randn(tokens, 1, 64, device=device)
@@ -330,7 +352,7 @@ def test_by_the_cuda_kernel_a_sequence_has_the_output_that_it_has_alone(case: Ra
     call = varlen_call(quantized, q, case.options(device))
     config = cuda_run.choose(call, properties)
     assert isinstance(config, HopperInstance) and config.varlen
-    out, lse = cuda_run.forward(call, properties, config, tile_table=varlen.table_of(call, config.tile_rows, properties))
+    out, lse = cuda_run.forward(call, properties, config, tile_table=varlen.table_of(call, ROWS, properties, config.consumers))
     for rows, one in alone(call):
         expected, expected_lse = cuda_run.forward(one, properties, replace(config, varlen=False), 1)
         assert torch.equal(out[:, :, rows].nan_to_num(7.0), expected.nan_to_num(7.0))

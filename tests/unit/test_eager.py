@@ -43,7 +43,7 @@ from fp8attn.cuda.general_quantize import GeneralQuantizeConfig, UnsmoothLseConf
 from fp8attn.cuda.prefill import PrefillConfig
 from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
-from fp8attn.layout import units_of
+from fp8attn.layout import tiles_of
 from fp8attn.quantization import quantize
 from fp8attn.schedule import TABLE_HEADER, TILE_PITCH
 from repeating import Repeats
@@ -103,9 +103,9 @@ TABLE = 9
 """The number of the launch that writes the table of tiles."""
 
 
-def table_by_a_function(call, rows, device):
+def table_by_a_function(call, rows, device, units):
     """triton.varlen.table_of, which nobody reads here. Its launch gets lengths, `rows` and the table."""
-    table = torch.empty(1 + units_of(call.varlen.q, rows), TILE_PITCH, dtype=torch.int32, device=call.q.device)
+    table = torch.empty(1 + tiles_of(call.varlen.q, rows, call.q_heads // call.kv_heads, units), TILE_PITCH, dtype=torch.int32, device=call.q.device)
     if (recorder := recording.current()) is not None:
         tensors = call.varlen.q.cu_seqlens, call.varlen.k.cu_seqlens, call.varlen.k.seqused
         words = [TABLE, *(0 if x is None else x.data_ptr() for x in tensors), rows, table.data_ptr()]

@@ -7,6 +7,7 @@
 #include "../ptx/wgmma.h"
 #include "mask.h"
 #include "schedule.h"
+#include "seq_len.h"
 #include "softmax.h"
 
 namespace fp8attn {
@@ -95,6 +96,10 @@ struct WarpgroupTile {
     begin = visible.first_block(row, row + ROWS - 1);
     edge = (visible.begin(row + ROWS - 1) + KEYS - 1) / KEYS;
   }
+
+  // A consumer's rows are a tile of their own, of which it has the first ones.
+  __device__ WarpgroupTile(const Params& p, const Visible& visible, const PackedTile& its_tile, int number, int end, bool window)
+      : WarpgroupTile(p, visible, its_tile.consumers[number], 0, end, window) {}
 
   __device__ int first_row() const { return tile.first_row + consumer * ROWS; }
 };

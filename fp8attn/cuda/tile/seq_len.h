@@ -8,29 +8,50 @@
 
 namespace fp8attn {
 
-// A tile of packed sequences, which share one tensor: `first_row` is a row of that tensor, and the sequence's rows end
-// at q_end. Its keys begin at k_begin in K, and at page `page` in V and in K's scales.
+constexpr int MOST_CONSUMERS = 4;
+
+// A tile of packed sequences, which share one tensor: rows are those of that tensor, and the sequence's end at q_end.
+// Its keys begin at k_begin in K, and at page `page` in V and in K's scales. Each consumer has ROWS rows of one of the
+// query heads that share the keys, as a tile of its own. The first consumer's stand here, too.
 struct alignas(32) PackedTile : Tile {
   int sequence, q_end, k_begin, kv_length, page;
+  Tile consumers[MOST_CONSUMERS];
 };
 
-// Tiles in the order of the table, whose header says how many there are. In a group of heads, each entry comes for all
-// heads before the next entry.
+// Tiles in the order of the table, whose header says how many there are for each key/value head. In a group of heads,
+// each entry comes for all heads before the next entry. A tile goes on from a query head to the next one that shares
+// the keys, and from the last one to the next rows of the first.
 struct PackedSchedule : Schedule {
   __device__ PackedSchedule(const Params& params, int, bool) : Schedule(params, 1) {}
 
-  // The tile at a position; none() after the last. Without a loop: beside one, ptxas moves the descriptors of each
-  // product of the consumers' main loop to uniform registers, and spills in that loop.
-  __device__ PackedTile at(int position) const {
-    Schedule order = *this;
-    order.tiles = p.tile_table[int(TableHeader::tiles)];
-    const Tile place = order.at(position);
-    if (!place.exists()) return {none()};
-    const int* entry = p.tile_table + int64_t(order.tiles - place.first_row) * TILE_PITCH;  // the first is behind the header
+  // Writes the tile at a position; none() after the last. Each number is written as soon as it is known: registers are
+  // scarce. Without a loop: beside one, ptxas moves the descriptors of each product of the consumers' main loop to
+  // uniform registers, and spills in that loop.
+  template <int CONSUMERS>
+  __device__ void write(PackedTile& to, int position) const {
+    const int entries = p.tile_table[int(TableHeader::tiles)];
+    if (position >= entries * p.kv_heads) {
+      static_cast<Tile&>(to) = none();
+      return;
+    }
+    const int sharing = p.q_heads / p.kv_heads, group = p.heads_side_by_side / sharing;
+    const int first = position / (group * entries) * group, inside = position % (group * entries), heads = min(group, p.kv_heads - first);
+    const int kv_head = first + inside % heads;
+    const int* entry = p.tile_table + int64_t(1 + inside / heads) * TILE_PITCH;  // the first is behind the header
     const auto field = [&](TileField of) { return entry[int(of)]; };
     const int q_begin = field(TileField::q_begin);
-    return {{place.batch, place.head, place.kv_head, q_begin + field(TileField::first_row)}, field(TileField::sequence), q_begin + field(TileField::q_length),
-            field(TileField::k_begin), field(TileField::k_length), field(TileField::page)};
+    to.sequence = field(TileField::sequence);
+    to.q_end = q_begin + field(TileField::q_length);
+    to.k_begin = field(TileField::k_begin);
+    to.kv_length = field(TileField::k_length);
+    to.page = field(TileField::page);
+    int row = q_begin + field(TileField::first_row), head = field(TileField::head);
+    static_cast<Tile&>(to) = {0, kv_head * sharing + head, kv_head, row};
+#pragma unroll
+    for (int c = 0; c < CONSUMERS; ++c) {
+      to.consumers[c] = {0, kv_head * sharing + head, kv_head, row};
+      if (++head == sharing) head = 0, row += ROWS;
+    }
   }
 };
 
@@ -44,6 +65,12 @@ __device__ inline int first_value(const Tile&) { return 0; }
 // Nobody has written the page of a sequence without keys. It may hold NaN, which P = 0 doesn't hide. Behind V, TMA
 // reads zeros.
 __device__ inline int first_value(const PackedTile& tile) { return tile.kv_length > 0 ? tile.page * KEYS : 1 << 30; }
+
+// The head of a consumer's rows, with its batch, and the first of the rows.
+__device__ inline const Tile& head_of(const Tile& tile, int) { return tile; }
+__device__ inline const Tile& head_of(const PackedTile& tile, int consumer) { return tile.consumers[consumer]; }
+__device__ inline int first_row_of(const Tile& tile, int consumer) { return tile.first_row + consumer * ROWS; }
+__device__ inline int first_row_of(const PackedTile& tile, int consumer) { return tile.consumers[consumer].first_row; }
 
 // Whether a tile's sequence has keys: without, nobody has written their mean.
 __device__ inline bool has_keys(const Tile&) { return true; }
