@@ -117,8 +117,6 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
   float alpha[2];
   uint32_t probabilities[KEYS / 32][4];
 
-  // The consumer's rows of a tile: their head, and which of its rows they are.
-  const auto head_of_mine = [&](const TileOf<C>& tile) -> const Tile& { return head_of(tile, consumer); };
   const auto first_row = [&](const TileOf<C>& tile) { return first_row_of(tile, consumer); };
 
   // loads for the next tile are issued in this order, each as soon as nobody reads the last tile's any more
@@ -126,13 +124,13 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (tile.exists() && C.fuse_q_quant)
       scales.find_row_ends(lengths.visible(tile), first_row(tile));
     else if (tile.exists())
-      scales.load_rows(p, lengths.visible(tile), head_of_mine(tile), first_row(tile), lengths.row_end(p, tile));
+      scales.load_rows(p, lengths.visible(tile), tile, consumer, first_row(tile), lengths.row_end(p, tile));
     ptx::cp_async_commit();
   };
   const auto load_channels = [&](const TileOf<C>& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
     if constexpr (S::mean_by_products) {
-      if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.mean.sink[consumer], p.sinks + head_of_mine(tile).head, true);
+      if (tile.exists() && p.sinks != nullptr && threadIdx.x % 128 == 0) ptx::cp_async(&shared.mean.sink[consumer], p.sinks + query_head_of(tile, consumer), true);
     }
     ptx::cp_async_commit();
   };
@@ -140,12 +138,12 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if constexpr (S::mean_by_products)
       return &shared.mean.sink[consumer];
     else
-      return p.sinks + head_of_mine(tile).head;
+      return p.sinks + query_head_of(tile, consumer);
   };
   using HalfQueries = std::conditional_t<C.fuse_q_quant, Queries<C.head_dim, C.int8>, NoQueries>;
   const auto load_queries = [&](HalfQueries& queries, const TileOf<C>& tile) {
     if constexpr (C.fuse_q_quant) {
-      const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + head_of_mine(tile).head * p.q_strides[1];
+      const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + query_head_of(tile, consumer) * p.q_strides[1];
       queries.load(head, p.q_strides[2], first_row(tile), tile.exists() ? lengths.row_end(p, tile) : 0);
     }
   };
@@ -188,6 +186,12 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const TileOf<C>& work_tile = shared.tiles[round % TILES];
     const auto& visible = lengths.visible(work_tile);
     const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile), C.window);
+    const std::conditional_t<C.varlen, const PackedTile&, const Tile&> whole_tile = [&]() -> const auto& {
+      if constexpr (C.varlen)
+        return work_tile;
+      else
+        return wg_tile.tile;
+    }();
     typename S::RowSoftmax softmax;
     float2 capped_mean = {};  // what K's mean adds to the scores of the thread's rows, over the cap
     if constexpr (C.softcap) {
@@ -341,10 +345,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
 
     if constexpr (!C.fuse_q_quant) ptx::mbarrier_wait(&shared.q_full[consumer], round & 1);
     if constexpr (C.window) {
-      for (int n = begin_of<C>(visible, work_tile, work_tile); n < wg_tile.begin; ring.advance()) n = skip_block(n);
+      for (int n = begin_of<C>(visible, whole_tile, work_tile); n < wg_tile.begin; ring.advance()) n = skip_block(n);
     }
     wait_for_keys(ring);
-    const int begin = C.window ? wg_tile.begin : begin_of<C>(visible, work_tile, work_tile);
+    const int begin = C.window ? wg_tile.begin : begin_of<C>(visible, whole_tile, work_tile);
     int after = kv_block_of(ring.stage, begin + 1).next;  // the block after the ring's
     issue_qk<C>(scores, shared, consumer, ring.stage, first_panel, first_keys, ones);
     if constexpr (C.fuse_q_quant) {
@@ -392,7 +396,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
     accumulate_pv(none, nothing, nothing);
     ring.advance();
-    const int loaded = loaded_end<C>(visible, work_tile, work_tile);
+    const int loaded = loaded_end<C>(visible, whole_tile, work_tile);
     for (; after < loaded; ring.advance()) after = skip_block(after);
 
     if constexpr (S::stream_k) {

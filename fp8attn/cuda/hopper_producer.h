@@ -64,7 +64,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
       ptx::mbarrier_wait(&shared.q_empty[c], round & 1 ^ 1);
       if (C.fuse_q_quant || !elected) continue;
       for (int i = 0; i < S::panels; ++i)
-        ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, first_row_of(tile, c), head_of(tile, c).head, tile.batch);
+        ptx::tma_load(shared.q[c][i], p.q_map, &shared.q_full[c], i * S::panel, first_row_of(tile, c), query_head_of(tile, c), tile.batch);
       ptx::mbarrier_expect(&shared.q_full[c], ROWS * C.head_dim);
     }
     if (C.fuse_q_quant && p.ready != nullptr) wait_until_ready(p, tile);
@@ -116,7 +116,7 @@ __device__ void produce(const Params& p, SharedStorage<C>& shared, const Schedul
     if constexpr (S::skips_blocks) __syncwarp();  // who hasn't may read the next tile
     const std::conditional_t<C.varlen, const PackedTile&, Tile> next = shared.tiles[(round + 1) % TILES];
     for (int i = 0; C.fuse_q_quant && elected && next.exists() && i < 2 * S::panels * C.consumers; ++i)
-      ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, first_row_of(next, i % C.consumers), head_of(next, i % C.consumers).head, next.batch);
+      ptx::tma_load_ahead(p.q_map, i / C.consumers * S::panel, first_row_of(next, i % C.consumers), query_head_of(next, i % C.consumers), next.batch);
   }
   // The next grid waits for this grid only, and relies on the earlier grids having ended.
   if (C.fuse_q_quant && p.ready != nullptr) ptx::wait_for_grids_before();

@@ -14,6 +14,7 @@ import emulation
 import fp8attn
 from emulated import in_another_process
 from fp8attn import Quantized, Recipe, ops, reference, rotation
+from fp8attn.call import HALVES
 from fp8attn.cuda import build, general_quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, INTERPRETER, device_of
@@ -235,11 +236,12 @@ def test_the_order_of_sums(device: torch.device, dim: int, length: int) -> None:
 @pytest.mark.parametrize("granularity", general_quantize.ROW_GRANULARITIES)
 def test_emulated_rotations_of_every_size(emulated: Quantizer, granularity: str) -> None:
     """Of numbers whose rotation rounds."""
-    for dim in (16, 24, 40, 64, 96, 136, 256):
-        for rotate in (16, 64, 256):
+    for i, dim in enumerate((16, 24, 40, 64, 96, 136, 192, 256)):
+        for rotate in (0, 16, 64, 256):
             for qk in ("e4m3", "int8"):
-                q = wide((1, 2, 33, dim), torch.float32)[0]
-                check(emulated, (q, None, None), Recipe(q=granularity, rotate=rotate, qk=qk))
+                for dtype in (torch.float32, HALVES[i % 2]):
+                    q = wide((1, 2, 33, dim), dtype)[0]
+                    check(emulated, (q, None, None), Recipe(q=granularity, rotate=rotate, qk=qk))
 
 
 def conversions_before_sm_89() -> list[emulation.Mutation]:
@@ -363,13 +365,51 @@ MUTANTS = {
     "int8's hidden rows": ("general_quantize.cuh", "hidden = has_nan ||", "hidden ="),
     "int8's marks of blocks with a NaN": ("general_quantize.cuh", "if (INT8 && nonfinite) shared.nonfinite[0] = 1;", ""),
     "int8's marks of tokens": ("general_quantize.cuh", "INT8 && block.is_key && hidden ? NAN : kept", "kept"),
-    "the scale of queries": ("general_quantize.cuh", "          float(max(p.part, 1))};", "          1.0f};"),
+    "the scale of queries": ("general_quantize.cuh", "          float(max(p.part, 1)),", "          1.0f,"),
     "a mean that isn't rotated": ("general_quantize.cuh", "  rotation.rotate(y);\n  __syncwarp();", "  __syncwarp();"),
     "infinities": ("tile/row_team.h", "    if (largest < INFINITE) return;", "    return;"),
     "signs of channels": ("tile/row_team.h", "sign_bit((team.channel + i) & (part - 1))", "sign_bit(i & (part - 1))"),
     "parts among lanes": ("tile/row_team.h", "distance * CHUNK < part; distance *= 2", "distance * CHUNK < part / 2; distance *= 2"),
     "negative zeros": ("tile/row_team.h", "    for (int i = 0; i < CHUNK; ++i) y[i] += 0.0f;", "    for (int i = 0; i < CHUNK; ++i) y[i] += -0.0f;"),
     "order of lanes": ("tile/quantize.h", "lanes[i] + lanes[i + N / 2]", "lanes[2 * i] + lanes[2 * i + 1]"),
+    "staged rows of all threads": ("general_quantize.cuh", "    __syncthreads();  // also: nobody reads", "    // nobody reads"),
+    "magnitudes of all staged warps": ("general_quantize.cuh", "    __syncthreads();  // the rows have been read, too", ""),
+    "codes of all threads": ("general_quantize.cuh", "    __syncthreads();\n    rows.store_codes", "    rows.store_codes"),
+    "a block for each round": (
+        "general_quantize.cuh",
+        "at(blockIdx.x + (round + STAGES) * gridDim.x",
+        "at(blockIdx.x + (round + STAGES + 1) * gridDim.x",
+    ),
+    "means of the next head": ("general_quantize.cuh", "&shared.mean[stage][channel + c]", "&shared.mean[0][channel + c]"),
+    "rows that were hidden before": ("general_quantize.cuh", "shared.hidden[(round + 1) % STAGES][threadIdx.x] = 0;", "{}"),
+    "keys of non-finite tokens in staged blocks": ("general_quantize.cuh", "if (nonfinite != 0) atomicOr(&hidden", "if (false) atomicOr(&hidden"),
+    "all slices of tokens": ("general_quantize.cuh", "slice * (sizeof(MeasuredChunk) / 4) + word", "word"),
+    "staged rows that don't exist": ("general_quantize.cuh", "    if (!exists) largest = 0.0f;\n", ""),
+    "staged rows with a NaN": ("general_quantize.cuh", "if (INT8 && exists && has_nan) atomicOr", "if (false) atomicOr"),
+    "marks of staged blocks": (
+        "general_quantize.cuh",
+        "*block.scale = marked ? -kept : kept;\n    }\n    __sync",
+        "*block.scale = kept;\n    }\n    __sync",
+    ),
+    "marks of staged tokens": ("general_quantize.cuh", "INT8 && block.is_key && is_hidden ? NAN : kept", "kept"),
+    "units of all groups": ("tile/staged_rows.h", "return group() + i * groups;", "return i;"),
+    "signs of staged channels": ("tile/staged_rows.h", "(sign_bit(channel) ? -1.0f : 1.0f) / PART", "1.0f / PART"),
+    "parts in a thread": ("tile/staged_rows.h", "distance < PART; distance *= 2", "2 * distance < PART; distance *= 2"),
+    "order of additions": (
+        "tile/staged_rows.h",
+        "y[i] = __fadd_rn(low, high), y[i + distance] = __fsub_rn(low, high);",
+        "y[i] = __fadd_rn(high, low), y[i + distance] = __fsub_rn(high, low);",
+    ),
+    "negative zeros of staged rows": ("tile/staged_rows.h", "if constexpr (PART == 0 || INT8)", "if constexpr (true)"),
+    "infinities of staged rows": ("tile/staged_rows.h", "  if (largest < INFINITE) return largest;", "  return largest;"),
+    "groups of a run": ("general_quantize.cuh", "    wait_for_group(group);\n", ""),
+    "staged tokens that don't exist": (
+        "general_quantize.cuh",
+        "bool careful = run.exists && run.begin + grid.run > p.kv_length;",
+        "bool careful = false;",
+    ),
+    "staged tokens that aren't finite": ("general_quantize.cuh", "careful |= measured.nonfinite", "careful |= 0 & measured.nonfinite"),
+    "codes of both channels": ("general_quantize.cuh", "of_run + channel % 2 * p.padded", "of_run"),
     "unaligned rows": ("tile/channels.h", "bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16", "bits[2 * i + 1] | uint32_t(bits[2 * i]) << 16"),
 }
 """Lines of the kernels, and what is there without them."""
@@ -400,6 +440,7 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
         q = torch.zeros(1, 1, 4, 64)
         q[..., 0::2] = -1e-45
         check(quantizer, (q, None, None), Recipe())
+        check(quantizer, (torch.full((1, 1, 4, 64), -0.0, dtype=torch.bfloat16), None, None), Recipe())
 
     with pytest.raises(AssertionError, match=r"differ|come to an end"):
         check_several()

@@ -65,14 +65,15 @@ STACK = {
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, False, True, window=True, softcap=True): 32,
     HopperConfig(128, 128, 3, 4, 160, False, 0, False, False, True, window=True, softcap=True): 16,
     HopperConfig(256, 256, 1, 2, 240, False, 0, False, False, True, window=True, softcap=True): 16,
+    HopperConfig(128, 128, 3, 4, 160, False, 2, False, False, True, window=True): 16,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True): 24,
-    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True): 8,
+    HopperConfig(128, 128, 3, 4, 160, False, 1, False, True, True, window=True): 64,
     HopperConfig(64, 64, 4, 4, 112, False, 0, False, True, True, window=True, softcap=True): 32,
     HopperConfig(128, 128, 3, 4, 160, False, 0, False, True, True, window=True, softcap=True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 2, False, window=True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True): 8,
     **dict(zip(VARLEN, (0, 0, 0, 8, 8, 0, 32, 16, 0), strict=True)),
-    **dict(zip(VARLEN_FUSED_Q, (0, 0, 0, 8, 8, 0, 32, 16, 72), strict=True)),
+    **dict(zip(VARLEN_FUSED_Q, (0, 0, 0, 8, 8, 0, 40, 16, 72), strict=True)),
 }
 """Bytes of it that an instance has; the others have none."""
 
@@ -135,17 +136,21 @@ def test_quantizer(nvcc: str, tmp_path: Path, config: QuantizeConfig) -> None:
 @pytest.mark.parametrize("config", general_quantize.INSTANCES, ids=lambda config: config.name)
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in ARCHITECTURES])
 def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: GeneralQuantizeConfig | UnsmoothLseConfig) -> None:
-    """Of every dtype: registers for as many CTAs as a config says; no stack, no spills, but for 8 bytes of
-    stack where half or bfloat16 becomes int8 on sm_100."""
+    """Of every dtype: registers for as many CTAs as a config says; no stack, no spills. But a thread that rotates 64
+    channels spills some numbers that the loop over blocks doesn't change."""
     entries = compiled(nvcc, config, arch, tmp_path).split("Compiling entry function")[1:]
-    # that measures and those that write e4m3 and int8, for each dtype; one that finishes
-    assert len(entries) == (10 if isinstance(config, GeneralQuantizeConfig) else 3)
+    # that measures and those that write e4m3 and int8, for each dtype; one that finishes; of both halves, one that writes
+    # values, and those that write rows of each part in e4m3 and int8
+    assert len(entries) == (10 + 2 * (1 + 2 * 5) if isinstance(config, GeneralQuantizeConfig) else 3)
     for entry in entries:
         registers, stack = numbers(entry)
-        if arch == 100 and "general_write" in entry and ("Lb1E6__half" in entry or "Lb1E13__nv_bfloat16" in entry):
-            assert stack <= 8 and "4 bytes spill stores, 4 bytes spill loads" in entry, entry
+        if "general_write_rowsILi64" in entry:
+            assert stack <= 32, entry
         else:
             assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
+        if "general_write_rows" in entry:
+            assert registers <= (80 if "ILi64" in entry else 64), entry
+            continue
         threads = general_quantize.MEASURERS if "general_measure" in entry or "general_finish" in entry else config.threads
         assert registers * threads * config.ctas <= REGISTER_FILE, entry
 

@@ -305,7 +305,7 @@ VARLEN_FUSED_Q_MUTANTS = {
         "has_keys(const PackedTile& tile) { return tile.kv_length > 0; }",
         "has_keys(const PackedTile&) { return true; }",
     ),
-    "sink of another head": ("hopper_mainloop.h", "p.sinks + head_of_mine(tile).head, true", "p.sinks, true"),
+    "sink of another head": ("hopper_mainloop.h", "p.sinks + query_head_of(tile, consumer), true", "p.sinks, true"),
     "no rows behind the first sequence": ("hopper_mainloop.h", "tile.exists() ? lengths.row_end(p, tile) : 0", "tile.exists() ? 70 : 0"),
 }
 """The same where the kernel quantizes queries, which start at those of 70 tokens."""

@@ -8,7 +8,7 @@
 namespace fp8attn {
 
 // The definition's sign of a channel: rotation.sign_bit.
-__device__ inline int sign_bit(int channel) {
+__device__ constexpr int sign_bit(int channel) {
   int pairs = channel & channel >> 1;
   pairs ^= pairs >> 4, pairs ^= pairs >> 2;
   return (pairs ^ pairs >> 1) & 1;

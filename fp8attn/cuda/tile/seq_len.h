@@ -66,9 +66,9 @@ __device__ inline int first_value(const Tile&) { return 0; }
 // reads zeros.
 __device__ inline int first_value(const PackedTile& tile) { return tile.kv_length > 0 ? tile.page * KEYS : 1 << 30; }
 
-// The head of a consumer's rows, with its batch, and the first of the rows.
-__device__ inline const Tile& head_of(const Tile& tile, int) { return tile; }
-__device__ inline const Tile& head_of(const PackedTile& tile, int consumer) { return tile.consumers[consumer]; }
+// The head of a consumer's rows, and the first of them.
+__device__ inline int query_head_of(const Tile& tile, int) { return tile.head; }
+__device__ inline int query_head_of(const PackedTile& tile, int consumer) { return tile.consumers[consumer].head; }
 __device__ inline int first_row_of(const Tile& tile, int consumer) { return tile.first_row + consumer * ROWS; }
 __device__ inline int first_row_of(const PackedTile& tile, int consumer) { return tile.consumers[consumer].first_row; }
 

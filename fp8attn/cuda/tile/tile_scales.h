@@ -20,7 +20,7 @@ struct TileScales {
   // Called by all of them; complete once all have been through cp_async_wait.
   __device__ void load(const Params& p, const Visible& visible, const Tile& tile, int first_row) {
     load_channels(p, tile);
-    load_rows(p, visible, tile, first_row, p.q_length);
+    load_rows(p, visible, tile, 0, first_row, p.q_length);
   }
 
   template <typename Place>
@@ -34,9 +34,10 @@ struct TileScales {
     }
   }
 
-  // `end`: of the rows of the tile's sequence.
-  __device__ void load_rows(const Params& p, const Visible& visible, const Tile& tile, int first_row, int end) {
-    const float* row_scales = p.q_scale + tile.batch * p.q_scale_strides[0] + tile.head * p.q_scale_strides[1];
+  // Of a consumer's rows. `end`: of the rows of the tile's sequence.
+  template <typename Place>
+  __device__ void load_rows(const Params& p, const Visible& visible, const Place& tile, int consumer, int first_row, int end) {
+    const float* row_scales = p.q_scale + tile.batch * p.q_scale_strides[0] + query_head_of(tile, consumer) * p.q_scale_strides[1];
     for (int i = threadIdx.x % THREADS; i < M; i += THREADS) {
       const int row = min(first_row + i, end - 1);
       ptx::cp_async(&row_scale[i], row_scales + (p.q_group <= 1 ? row * p.q_group : row / p.q_group) * p.q_scale_strides[2], true);
