@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
       if (!units.has(i)) continue;
 #pragma unroll
       for (int c = 0; c < Units::channels; c += CHUNK) {
-        uint2 codes = {codes_of_rotated<PART, INT8>(&y[i][c], inverse), codes_of_rotated<PART, INT8>(&y[i][c + 4], inverse)};
+        uint2 codes = {codes_of_rotated<INT8>(&y[i][c], inverse), codes_of_rotated<INT8>(&y[i][c + 4], inverse)};
         if (is_hidden) codes = {NAN_CODES<INT8>, NAN_CODES<INT8>};
         *reinterpret_cast<uint2*>(tile + row * rows.pitch + units.unit(i) * Units::channels + c) = codes;
       }
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
 // Whether rows of Q and K have a launch of their own.
 inline bool are_staged(const GeneralQuantizeParams& p) {
   const auto are_near = [](const int64_t(&strides)[3]) { return strides[2] >= 0 && strides[2] < MOST_STRIDE; };
-  return p.type != OutType::f32 && p.part <= LARGEST_PART && (p.q == nullptr || (p.q_aligned && are_near(p.q_strides) && are_near(p.q_data_strides))) &&
+  return p.type != OutType::f32 && p.part > 0 && p.part <= LARGEST_PART && (p.q == nullptr || (p.q_aligned && are_near(p.q_strides) && are_near(p.q_data_strides))) &&
          (p.k == nullptr || (p.k_aligned && are_near(p.k_strides) && are_near(p.k_data_strides)));
 }
 
@@ -279,8 +279,6 @@ int resident_ctas(const GeneralQuantizeParams& p) {
 template <typename F>
 auto with_part(const GeneralQuantizeParams& p, F&& f) {
   switch (p.part) {
-    case 0:
-      return f(std::integral_constant<int, 0>());
     case 8:
       return f(std::integral_constant<int, 8>());
     case 16:

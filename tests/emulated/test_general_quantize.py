@@ -400,7 +400,7 @@ MUTANTS = {
         "y[i] = __fadd_rn(low, high), y[i + distance] = __fsub_rn(low, high);",
         "y[i] = __fadd_rn(high, low), y[i + distance] = __fsub_rn(high, low);",
     ),
-    "negative zeros of staged rows": ("tile/staged_rows.h", "if constexpr (PART == 0 || INT8)", "if constexpr (true)"),
+    "negative zeros of staged rows": ("tile/staged_rows.h", "  if constexpr (INT8)", "  if constexpr (true)"),
     "infinities of staged rows": ("tile/staged_rows.h", "  if (largest < INFINITE) return largest;", "  return largest;"),
     "groups of a run": ("general_staged.cuh", "    wait_for_group(group);\n", ""),
     "staged tokens that don't exist": (

@@ -141,7 +141,7 @@ def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: General
     entries = compiled(nvcc, config, arch, tmp_path).split("Compiling entry function")[1:]
     # that measures and those that write e4m3 and int8, for each dtype; one that finishes; of both halves, one that writes
     # values, and those that write rows of each part in e4m3 and int8
-    assert len(entries) == (10 + 2 * (1 + 2 * 5) if isinstance(config, GeneralQuantizeConfig) else 3)
+    assert len(entries) == (10 + 2 * (1 + 2 * 4) if isinstance(config, GeneralQuantizeConfig) else 3)
     for entry in entries:
         registers, stack = numbers(entry)
         if "general_write_rowsILi64" in entry:

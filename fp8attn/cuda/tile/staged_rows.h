@@ -12,11 +12,11 @@ namespace fp8attn {
 constexpr int64_t MOST_STRIDE = 1 << 24;  // elements from one row to the next, so that 32 bits count those of a block
 constexpr int LARGEST_PART = 64;          // channels that a thread can rotate together
 
-// How the threads of a CTA divide SCALE_BLOCK rows. A thread has a row, and of it every `groups`-th unit: channels that
-// are rotated together, at least a chunk. Threads of a group have the same units, those of a warp adjacent rows.
+// How the threads of a CTA divide SCALE_BLOCK rows. A thread has a row, and of it every `groups`-th unit: the channels
+// that are rotated together. Threads of a group have the same units, those of a warp adjacent rows.
 template <int PART>
 struct RowUnits {
-  static constexpr int channels = PART < CHUNK ? CHUNK : PART;      // of a unit
+  static constexpr int channels = PART;                             // of a unit
   static constexpr int count = channels < 32 ? 32 / channels : 1;   // units of a thread
   static constexpr int chunks = count * channels / CHUNK;           // that a thread copies, at most
   static constexpr int most_groups = 256 / (count * channels);      // of the largest head dim
@@ -97,21 +97,19 @@ __device__ void rotate_unit(float (&y)[RowUnits<PART>::channels], const uint4* f
 #pragma unroll
     for (int j = 0; j < CHUNK / 2; ++j) y[i + 2 * j] = pairs[j].x, y[i + 2 * j + 1] = pairs[j].y;
   }
-  if constexpr (PART > 0) {
-    constexpr auto factor = [](int channel) { return (sign_bit(channel) ? -1.0f : 1.0f) / PART; };
+  constexpr auto factor = [](int channel) { return (sign_bit(channel) ? -1.0f : 1.0f) / PART; };
 #pragma unroll
-    for (int i = 0; i < channels; i += 2) {
-      const float low = __fmul_rn(y[i], factor(i)), high = y[i + 1];
-      y[i] = fmaf(high, factor(i + 1), low), y[i + 1] = fmaf(high, -factor(i + 1), low);
-    }
+  for (int i = 0; i < channels; i += 2) {
+    const float low = __fmul_rn(y[i], factor(i)), high = y[i + 1];
+    y[i] = fmaf(high, factor(i + 1), low), y[i + 1] = fmaf(high, -factor(i + 1), low);
+  }
 #pragma unroll
-    for (int distance = 2; distance < PART; distance *= 2) {
+  for (int distance = 2; distance < PART; distance *= 2) {
 #pragma unroll
-      for (int i = 0; i < channels; ++i) {
-        if (i & distance) continue;
-        const float low = y[i], high = y[i + distance];
-        y[i] = __fadd_rn(low, high), y[i + distance] = __fsub_rn(low, high);
-      }
+    for (int i = 0; i < channels; ++i) {
+      if (i & distance) continue;
+      const float low = y[i], high = y[i + distance];
+      y[i] = __fadd_rn(low, high), y[i + distance] = __fsub_rn(low, high);
     }
   }
 }
@@ -132,10 +130,10 @@ __device__ float largest_of_unit(float (&y)[N]) {
   return largest;
 }
 
-// Four codes. Where rows are rotated, no zero is negative.
-template <int PART, bool INT8>
+// Four codes. No zero is negative.
+template <bool INT8>
 __device__ uint32_t codes_of_rotated(const float* y, float factor) {
-  if constexpr (PART == 0 || INT8)
+  if constexpr (INT8)
     return codes_of<INT8>(y, factor);
   else
     return ptx::e4m3x4(fmaf(y[0], factor, 0.0f), fmaf(y[1], factor, 0.0f), fmaf(y[2], factor, 0.0f), fmaf(y[3], factor, 0.0f));
