@@ -242,7 +242,7 @@ WINDOW_MUTANTS = {
     "scale of the first block": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "first_page(tile) * scale_step"),
     "first keys hidden in every row": ("tile/mask.h", "begin(f.row + 8 * r) - start", "begin(f.row + 8) - start"),
     "sink in base 2": ("tile/score_mod.h", "merge_rows(m, l, sink * LOG2E,", "merge_rows(m, l, sink,"),
-    "sink of another head": ("hopper_mainloop.h", "return p.sinks + tile.head;", "return p.sinks;"),
+    "sink of another head": ("hopper_mainloop.h", "return p.sinks + query_head_of(tile, consumer);", "return p.sinks;"),
     "sink beside scores without the mean": (
         "hopper_mainloop.h",
         "SinkRow::add<>(rows.m[0], rows.l[0], logit - rows.mean_scores.x)",
