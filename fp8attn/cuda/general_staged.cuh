@@ -38,7 +38,7 @@ __device__ inline void wait_for_group(int n) {
   }
 }
 
-// The same of a warp, whose runs are copied. CAREFUL: some tokens don't exist or aren't finite.
+// Writes the codes of a warp's runs, which are being copied. CAREFUL: some tokens don't exist or aren't finite.
 template <bool CAREFUL, typename T>
 __device__ void write_staged_runs(const GeneralQuantizeParams& p, const GeneralGrid& grid, const ValueRun& run, StagedRuns& staged) {
   const int lane = threadIdx.x % 32;
@@ -73,8 +73,8 @@ __device__ void write_staged_runs(const GeneralQuantizeParams& p, const GeneralG
   }
 }
 
-// Where rows have a launch of their own. The grid: GeneralGrid::value_ctas for each head of V. Whole runs are in flight
-// at a time, if tokens start at multiples of 16 bytes.
+// The grid: GeneralGrid::value_ctas for each head of V. Whole runs are in flight at a time, if tokens start at
+// multiples of 16 bytes.
 template <typename T>
 __global__ void __launch_bounds__(WRITERS, 3) general_write_values(const __grid_constant__ GeneralQuantizeParams p) {
   extern __shared__ __align__(128) uint8_t bytes[];
