@@ -123,8 +123,8 @@ struct RowBlock {
   const float* mean;  // the head's, or null
   int count;          // rows that exist
   bool by_token, aligned, is_key;
-  float unit;                 // the stored scale over the scale of codes
-  const uint32_t* nonfinite;  // of staged blocks of K: the first word of the first slice of V
+  float unit;                           // the stored scale over the scale of codes
+  const uint32_t* nonfinite = nullptr;  // of staged blocks of K: the first word of the first slice of V
 };
 
 // Rows of Q: block `item` of those of all heads.
@@ -142,8 +142,7 @@ __device__ inline RowBlock query_block(const GeneralQuantizeParams& p, const Gen
           by_token,
           p.q_aligned,
           false,
-          float(max(p.part, 1)),
-          nullptr};
+          float(max(p.part, 1))};
 }
 
 // Rows of K.
@@ -161,8 +160,7 @@ __device__ inline RowBlock key_block(const GeneralQuantizeParams& p, const Gener
           by_token,
           p.k_aligned,
           true,
-          1.0f,
-          nullptr};
+          1.0f};
 }
 
 }  // namespace fp8attn

@@ -8,6 +8,7 @@
 #include "launch.h"
 #include "ptx/cp_async.h"
 #include "ptx/grid.h"
+#include "tile/copies.h"
 #include "tile/staged_rows.h"
 
 namespace fp8attn {
@@ -22,21 +23,7 @@ struct StagedRuns {
   // The codes of a group of the warp's channel, at a place where four groups have different banks.
   __device__ uint4& codes(int group, int channel) { return reinterpret_cast<uint4*>(words[group * GROUP])[(channel + 2 * group) % 64]; }
 };
-static_assert(RUN_GROUPS == 4 && sizeof(StagedRuns) == RUN_GROUPS * 2 * 64 * sizeof(uint4));
-
-// Waits for this thread's copies of groups 0 ... n of a run.
-__device__ inline void wait_for_group(int n) {
-  switch (n) {
-    case 0:
-      return ptx::cp_async_wait_but<3>();
-    case 1:
-      return ptx::cp_async_wait_but<2>();
-    case 2:
-      return ptx::cp_async_wait_but<1>();
-    default:
-      return ptx::cp_async_wait_but<0>();
-  }
-}
+static_assert(RUN_GROUPS == COPIED_GROUPS && sizeof(StagedRuns) == RUN_GROUPS * 2 * 64 * sizeof(uint4));
 
 // Writes the codes of a warp's runs, which are being copied. CAREFUL: some tokens don't exist or aren't finite.
 template <bool CAREFUL, typename T>
@@ -47,7 +34,7 @@ __device__ void write_staged_runs(const GeneralQuantizeParams& p, const GeneralG
   Feedback feedback;
 #pragma unroll 1
   for (int group = 0; group < grid.run / GROUP; ++group) {
-    wait_for_group(group);
+    wait_for_copies(group);
     __syncwarp();
     const auto number = [&](int i) -> float2 {
       const float2 y = Pair<T>::floats(staged.words[group * GROUP + i][lane]);
@@ -184,30 +171,27 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
     if (threadIdx.x == 0) block_of(round + STAGES) = StagedBlocks(p).at(blockIdx.x + (round + STAGES) * gridDim.x, sizeof(T));
     if (threadIdx.x < BLOCK_WORDS) shared.hidden[(round + 1) % STAGES][threadIdx.x] = 0;
     if (block.is_key && threadIdx.x < 32) {
-      const uint32_t nonfinite = __float_as_uint(shared.nonfinite[stage][threadIdx.x / WORD_SLICES][threadIdx.x % WORD_SLICES]);
-      if (nonfinite != 0) atomicOr(&hidden[threadIdx.x / WORD_SLICES], nonfinite);
+      const uint32_t tokens = __float_as_uint(shared.nonfinite[stage][threadIdx.x / WORD_SLICES][threadIdx.x % WORD_SLICES]);
+      if (tokens != 0) atomicOr(&hidden[threadIdx.x / WORD_SLICES], tokens);
     }
 
     const bool exists = row < block.count;
-    float y[Units::count][Units::channels], largest = 0.0f;
-    bool has_nan = false;
+    float y[Units::count][PART], largest = 0.0f;
+    bool nonfinite = false;
 #pragma unroll
     for (int i = 0; i < Units::count; ++i) {
       if (!units.has(i)) continue;
-      const int channel = units.unit(i) * Units::channels;
+      const int channel = units.unit(i) * PART;
       rotate_unit<PART, T>(y[i], reinterpret_cast<const uint4*>(tile + row * rows.pitch + 2 * channel));
       if (block.mean != nullptr) {
 #pragma unroll
-        for (int c = 0; c < Units::channels; c += 4) centre(reinterpret_cast<float(&)[4]>(y[i][c]), *reinterpret_cast<const float4*>(&shared.mean[stage][channel + c]));
+        for (int c = 0; c < PART; c += 4) centre(reinterpret_cast<float(&)[4]>(y[i][c]), *reinterpret_cast<const float4*>(&shared.mean[stage][channel + c]));
       }
-      largest = fmaxf(largest, largest_of_unit(y[i]));
-      if constexpr (INT8) {
-#pragma unroll
-        for (int c = 0; c < Units::channels; ++c) has_nan |= y[i][c] != y[i][c];
-      }
+      largest = fmaxf(largest, largest_finite(y[i]));
+      if constexpr (INT8) nonfinite |= has_nan(y[i]);
     }
     if (!exists) largest = 0.0f;
-    if (INT8 && exists && has_nan) atomicOr(&hidden[row / 32], 1u << row % 32);
+    if (INT8 && exists && nonfinite) atomicOr(&hidden[row / 32], 1u << row % 32);
     if (block.by_token) {
       shared.largest[units.group()][row] = largest;
     } else {
@@ -228,10 +212,10 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
     for (int i = 0; i < Units::count; ++i) {
       if (!units.has(i)) continue;
 #pragma unroll
-      for (int c = 0; c < Units::channels; c += CHUNK) {
+      for (int c = 0; c < PART; c += CHUNK) {
         uint2 codes = {codes_of_rotated<INT8>(&y[i][c], inverse), codes_of_rotated<INT8>(&y[i][c + 4], inverse)};
         if (is_hidden) codes = {NAN_CODES<INT8>, NAN_CODES<INT8>};
-        *reinterpret_cast<uint2*>(tile + row * rows.pitch + units.unit(i) * Units::channels + c) = codes;
+        *reinterpret_cast<uint2*>(tile + row * rows.pitch + units.unit(i) * PART + c) = codes;
       }
     }
     if (block.by_token) {

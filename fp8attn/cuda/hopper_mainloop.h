@@ -186,6 +186,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
     const TileOf<C>& work_tile = shared.tiles[round % TILES];
     const auto& visible = lengths.visible(work_tile);
     const WarpgroupTile wg_tile(p, visible, work_tile, consumer, end_of<C>(work_tile), C.window);
+    // of whose rows this consumer has some
     const std::conditional_t<C.varlen, const PackedTile&, const Tile&> whole_tile = [&]() -> const auto& {
       if constexpr (C.varlen)
         return work_tile;

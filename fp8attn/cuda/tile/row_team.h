@@ -74,6 +74,45 @@ struct DenseTeam {
   __device__ bool any(bool x) const { return any_of_lanes(x, threadIdx.x % 32 - member, lanes); }
 };
 
+// Sums and differences of channels `FIRST` apart, then of those twice as far apart, and so on: what of the transform is
+// among a lane's channels.
+template <int FIRST, int N>
+__device__ void transform_in_lane(float (&y)[N]) {
+#pragma unroll
+  for (int distance = FIRST; distance < N; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if (i & distance) continue;
+      const float low = y[i], high = y[i + distance];
+      y[i] = low + high, y[i + distance] = low - high;
+    }
+  }
+}
+
+// The largest finite magnitude of a lane's channels. Those that are not finite become NaN.
+template <int N>
+__device__ float largest_finite(float (&y)[N]) {
+  const auto largest = [&] {
+    float found = 0.0f;
+#pragma unroll
+    for (int i = 0; i < N; ++i) found = fmaxf(found, fabsf(y[i]));  // fmaxf ignores NaN
+    return found;
+  };
+  const float found = largest();
+  if (found < INFINITE) return found;
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = is_finite(y[i]) ? y[i] : NAN;
+  return largest();
+}
+
+template <int N>
+__device__ bool has_nan(const float (&y)[N]) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < N; ++i) found |= y[i] != y[i];
+  return found;
+}
+
 // Rotation of parts of `part` channels: 0 for none, else a power of two from CHUNK on that divides the head dim.
 struct TeamRotation {
   int part;
@@ -92,7 +131,7 @@ struct TeamRotation {
   template <int COUNT>
   __device__ void transform(float (&rows)[COUNT][CHUNK]) const {
 #pragma unroll
-    for (int row = 0; row < COUNT; ++row) transform_chunk(rows[row]);
+    for (int row = 0; row < COUNT; ++row) transform_in_lane<1>(rows[row]);
 #pragma unroll 1
     for (int distance = 1; distance * CHUNK < part; distance *= 2) {
       const float sign = threadIdx.x & distance ? -1.0f : 1.0f;  // teams start at multiples of a part's lanes
@@ -121,20 +160,6 @@ struct TeamRotation {
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) y[i] *= factor[i];
   }
-
- private:
-  // What of the transform is among a lane's channels.
-  __device__ static void transform_chunk(float (&y)[CHUNK]) {
-#pragma unroll
-    for (int distance = 1; distance < CHUNK; distance *= 2) {
-#pragma unroll
-      for (int i = 0; i < CHUNK; ++i) {
-        if (i & distance) continue;
-        const float low = y[i], high = y[i + distance];
-        y[i] = low + high, y[i + distance] = low - high;
-      }
-    }
-  }
 };
 
 // A lane's channels of a row: rotated, centred, non-finite ones NaN.
@@ -147,27 +172,10 @@ struct RowChunk {
     rotation.rotate(y);
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) y[i] -= mean[i];  // finite if y was
-    largest = of_largest();
-    if (largest < INFINITE) return;
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) y[i] = is_finite(y[i]) ? y[i] : NAN;
-    largest = of_largest();
+    largest = largest_finite(y);
   }
 
-  __device__ bool has_nan() const {
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) found |= y[i] != y[i];
-    return found;
-  }
-
- private:
-  __device__ float of_largest() const {
-    float found = 0.0f;
-#pragma unroll
-    for (int i = 0; i < CHUNK; ++i) found = fmaxf(found, fabsf(y[i]));  // fmaxf ignores NaN
-    return found;
-  }
+  __device__ bool has_nan() const { return fp8attn::has_nan(y); }
 };
 
 }  // namespace fp8attn

@@ -16,15 +16,14 @@ constexpr int LARGEST_PART = 64;          // channels that a thread can rotate t
 // that are rotated together. Threads of a group have the same units, those of a warp adjacent rows.
 template <int PART>
 struct RowUnits {
-  static constexpr int channels = PART;                             // of a unit
-  static constexpr int count = channels < 32 ? 32 / channels : 1;   // units of a thread
-  static constexpr int chunks = count * channels / CHUNK;           // that a thread copies, at most
-  static constexpr int most_groups = 256 / (count * channels);      // of the largest head dim
+  static constexpr int count = PART < 32 ? 32 / PART : 1;                // units of a thread
+  static constexpr int chunks = count * PART / CHUNK;                    // that a thread copies, at most
+  static constexpr int most_groups = 256 / (count * PART);               // of the largest head dim
   static constexpr int most_threads = PART < LARGEST_PART ? 1024 : 768;  // of an SM, by the registers of a thread
 
   int units, groups;
 
-  __host__ __device__ explicit RowUnits(int head_dim) : units(head_dim / channels), groups((units + count - 1) / count) {}
+  __host__ __device__ explicit RowUnits(int head_dim) : units(head_dim / PART), groups((units + count - 1) / count) {}
 
   __host__ __device__ int threads() const { return groups * SCALE_BLOCK; }
   __device__ int row() const { return threadIdx.x % SCALE_BLOCK; }
@@ -88,10 +87,9 @@ struct StagedRows {
 // Rotates a unit: rotation.rotate, with its order of additions. Only signs of zeros may differ. The division by PART is
 // exact, so that it may be fused into the first sum.
 template <int PART, typename T>
-__device__ void rotate_unit(float (&y)[RowUnits<PART>::channels], const uint4* from) {
-  constexpr int channels = RowUnits<PART>::channels;
+__device__ void rotate_unit(float (&y)[PART], const uint4* from) {
 #pragma unroll
-  for (int i = 0; i < channels; i += CHUNK) {
+  for (int i = 0; i < PART; i += CHUNK) {
     const uint4 words = from[i / CHUNK];
     const float2 pairs[] = {Pair<T>::floats(words.x), Pair<T>::floats(words.y), Pair<T>::floats(words.z), Pair<T>::floats(words.w)};
 #pragma unroll
@@ -99,35 +97,11 @@ __device__ void rotate_unit(float (&y)[RowUnits<PART>::channels], const uint4* f
   }
   constexpr auto factor = [](int channel) { return (sign_bit(channel) ? -1.0f : 1.0f) / PART; };
 #pragma unroll
-  for (int i = 0; i < channels; i += 2) {
+  for (int i = 0; i < PART; i += 2) {
     const float low = __fmul_rn(y[i], factor(i)), high = y[i + 1];
     y[i] = fmaf(high, factor(i + 1), low), y[i + 1] = fmaf(high, -factor(i + 1), low);
   }
-#pragma unroll
-  for (int distance = 2; distance < PART; distance *= 2) {
-#pragma unroll
-    for (int i = 0; i < channels; ++i) {
-      if (i & distance) continue;
-      const float low = y[i], high = y[i + distance];
-      y[i] = __fadd_rn(low, high), y[i + distance] = __fsub_rn(low, high);
-    }
-  }
-}
-
-// The largest finite magnitude of a unit. Infinities become NaN.
-template <int N>
-__device__ float largest_of_unit(float (&y)[N]) {
-  float largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) largest = fmaxf(largest, fabsf(y[i]));  // fmaxf ignores NaN
-  if (largest < INFINITE) return largest;
-  largest = 0.0f;
-#pragma unroll
-  for (int i = 0; i < N; ++i) {
-    y[i] = is_finite(y[i]) ? y[i] : NAN;
-    largest = fmaxf(largest, fabsf(y[i]));
-  }
-  return largest;
+  transform_in_lane<2>(y);
 }
 
 // Four codes. No zero is negative.

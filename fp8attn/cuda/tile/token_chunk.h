@@ -4,8 +4,8 @@
 
 #include "config.h"
 #include "../params.h"
-#include "../ptx/cp_async.h"
 #include "../ptx/flag.h"
+#include "copies.h"
 #include "quantize.h"
 #include "dsmem.h"
 #include "packed.h"
@@ -20,7 +20,7 @@ constexpr int THREADS = LANES * CHUNKS;  // each thread measures one chunk of V'
 constexpr int BLOCKS = TOKEN_CHUNK / KEYS;
 constexpr int OF_BLOCK = KEYS / LANES;  // tokens of a lane in one block
 constexpr int MOST_SLICES = 256 / CHANNELS;
-static_assert(RUN == BLOCKS * GROUP);
+static_assert(RUN == BLOCKS * GROUP && BLOCKS == COPIED_GROUPS);  // each block of a tile is a group of copies
 static_assert(CHANNELS == PART && THREADS == 32 * WARPS && SCALE_BLOCK == KEYS && OF_BLOCK == 4);
 
 using TokenChunkTile = uint32_t[TOKEN_CHUNK][WORDS];
@@ -218,21 +218,6 @@ __device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const C
 __device__ inline uint32_t chunk_at(uint32_t run, uint32_t chunk) { return chunk ^ run % CHUNKS; }
 
 __device__ inline bool any(uint4 words) { return (words.x | words.y | words.z | words.w) != 0; }
-
-// Waits for this thread's copies of blocks 0 ... n of a tile. Every block is one group of copies.
-__device__ inline void wait_for_block(int n) {
-  static_assert(BLOCKS == 4);
-  switch (n) {
-    case 0:
-      return ptx::cp_async_wait_but<3>();
-    case 1:
-      return ptx::cp_async_wait_but<2>();
-    case 2:
-      return ptx::cp_async_wait_but<1>();
-    default:
-      return ptx::cp_async_wait_but<0>();
-  }
-}
 
 // Sets the attention kernel's flags and tile counter to 0: a head's first CTA the head's word of `ready`, the grid's
 // first CTA the words before. All threads of a CTA call it, before it allows the attention kernel to start, and before

@@ -164,7 +164,7 @@ struct Keys {
 
   // Waits for the warp's rows of group n. Rows that don't exist become NaN.
   __device__ void wait_for(TokenChunkTile& tile, int n) const {
-    wait_for_block(n);
+    wait_for_copies(n);
     const int left = part.left(n);
     if (left < KEYS) {
       for_chunks([&](int row, int chunk) {

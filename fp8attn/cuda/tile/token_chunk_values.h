@@ -155,7 +155,7 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   const int blocks = blocks_of(coord.count);
 #pragma unroll 1
   for (int n = 0; n < blocks; ++n) {
-    wait_for_block(n);
+    wait_for_copies(n);
     if ((n + 1) * KEYS <= coord.count) {
 #pragma unroll
       for (int i = 0; i < OF_BLOCK; ++i) found.add(mine.at(tile, n, i), true);
