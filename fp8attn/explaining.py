@@ -14,7 +14,7 @@ from . import hybrid, ops, paged_ops, paged_tensors_ops, problem_ops
 from . import triton as triton_kernels
 from .backends import choose_backend, cuda_unavailable, triton_unavailable
 from .cache import KVCache
-from .call import Call, Problem
+from .call import Call, Problem, Varlen
 from .cuda import configs, early, prefill
 from .cuda.configs import HopperConfig
 from .cuda.one_launch import OneLaunch
@@ -180,22 +180,17 @@ def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: b
     q, k, v, recipe_beside = to_quantize(operands, recipe)
     if isinstance(prepared.query, torch.Tensor):
         q, because = None, [*because, "query is quantized where it attends"]
-    because += _explain_quantizers(q, k, v, recipe_beside, is_packed=checked.varlen is not None)
+    because += _explain_quantizers(q, k, v, recipe_beside, checked.varlen)
     call = call_from(prepared, return_lse)
     check_call(call, quantizes_q=call.fuse_q_quant)
     return _explain_attention(call, chosen, because)
 
 
-def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, is_packed: bool) -> list[str]:
+def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, varlen: Varlen | None) -> list[str]:
     """Which kernels quantize which operands, and why others don't."""
-    said = []
-    if is_packed and k is not None and v is not None:
-        reason = ops.unsupported_cuda_quantize(k, v, recipe, device_of(k.device), packed=True)
-        by = "the CUDA quantizer for Hopper" if reason is None else f"Triton; not by the Hopper quantizer: {reason}"
-        said.append(f"key and value are quantized by {by}")
-        k = v = None
+    said, packed = [], None if varlen is None else varlen.k
     names = {"hopper": "the CUDA quantizer for Hopper", "general": "the general CUDA quantizer", "triton": "Triton"}
-    for step in ops.plan_quantizers(q, k, v, recipe) if q is not None or k is not None else ():
+    for step in ops.plan_quantizers(q, k, v, recipe, packed) if q is not None or k is not None else ():
         operands = " and ".join(name for name, x in (("query", step.q), ("key", step.k), ("value", step.v)) if x is not None)
         because = "".join(f"; not by {reason}" for reason in step.because)
         said.append(f"{operands} {'is' if operands == 'query' else 'are'} quantized by {names[step.quantizer]}{because}")
@@ -204,14 +199,14 @@ def _explain_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch
 
 def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     """The plan of the operator that quantizes and attends."""
-    device, is_packed = device_of(problem.q.device), problem.varlen is not None
+    device = device_of(problem.q.device)
     way = problem_ops.way_of(problem, device)
     if isinstance(way, OneLaunch):
         return Plan("cuda", way.kernel, way.config, "e4m3", (*because, "quantized and attended in one launch"))
     if way == "quantize first":
-        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, is_packed)
+        because += _explain_quantizers(problem.q, problem.k, problem.v, problem.recipe, problem.varlen)
         return _explain_attention(problem_ops.quantized_call(problem)[0], chosen, because)
-    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, is_packed), "query is quantized where it attends"]
+    because += [*_explain_quantizers(None, problem.k, problem.v, problem.recipe, problem.varlen), "query is quantized where it attends"]
     if way == "fused q":
         call = problem_ops.fused_q_call(problem)
         return _cuda_plan(call, configs.choose(call, device), because)

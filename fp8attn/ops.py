@@ -150,7 +150,9 @@ def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, 
     return reason or build.unavailable(cuda_quantize.OF_PACKED if packed else cuda_quantize.choose(k), device.arch)
 
 
-def unsupported_general_quantize(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> str | None:
+def unsupported_general_quantize(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, packed: Packed | None = None
+) -> str | None:
     """Why the general CUDA quantizer doesn't support operands, of which q, or k and v, may be None; or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
@@ -158,7 +160,7 @@ def unsupported_general_quantize(q: torch.Tensor | None, k: torch.Tensor | None,
     like = k if q is None else q
     assert like is not None
     device = device_of(like.device)
-    return general_quantize.unsupported_call(q, k, v, recipe, device) or build.unavailable(general_quantize.QUANTIZER, device.arch)
+    return general_quantize.unsupported_call(q, k, v, recipe, device, packed) or build.unavailable(general_quantize.QUANTIZER, device.arch)
 
 
 def unsupported_cuda_lse(lse: torch.Tensor, q: torch.Tensor) -> str | None:
@@ -167,22 +169,33 @@ def unsupported_cuda_lse(lse: torch.Tensor, q: torch.Tensor) -> str | None:
     return general_quantize.unsupported_lse(lse, q, device) or build.unavailable(general_quantize.UNSMOOTHER, device.arch)
 
 
-def quantized_packed(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed, longest: int | None = None) -> tuple[Quantized, Quantized]:
-    """quantization.quantize_packed, by kernels on devices that run kernels. The bytes are the same.
+def quantized_packed(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed, longest: int | None = None
+) -> tuple[Quantized | None, Quantized, Quantized]:
+    """quantization.quantize_packed of k and v, and quantization.quantize_q, by kernels on devices that run kernels. The
+    bytes are the same.
 
     Args:
+        q: or None.
+        packed: the sequences of k and v.
         longest: the most tokens of a sequence, as far as the caller knows, or None. Only speed depends on it.
     """
     if not has_kernels(k.device):
-        return quantize_ref.quantize_packed(k, v, recipe, packed)
+        return None if q is None else quantize_ref.quantize_q(q, recipe), *quantize_ref.quantize_packed(k, v, recipe, packed)
     device = device_of(k.device)
+    query = key = value = None
     with current(k.device):
-        if unsupported_cuda_quantize(k, v, recipe, device, packed=True) is None:
-            try:
-                return cuda_run.quantize_packed(k, v, recipe.qk, packed, device, longest)
-            except BuildError as error:
-                warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
-        return triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device)
+        step = plan_quantizers(q, k, v, recipe, packed)[0]
+        try:
+            if step.quantizer == "hopper":
+                key, value = cuda_run.quantize_packed(k, v, recipe.qk, packed, device, longest)
+            elif step.quantizer == "general":
+                query, key, value = cuda_run.quantize_any(step.q, k, v, recipe, device, packed)
+        except BuildError as error:
+            warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
+        if key is None or value is None:
+            key, value = triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device)
+    return query if q is None or query is not None else quantized(q, None, None, recipe)[0], key, value
 
 
 def quantized(
@@ -313,26 +326,31 @@ class Quantizing:
     because: tuple[str, ...] = ()
 
 
-def plan_quantizers(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe) -> list[Quantizing]:
+def plan_quantizers(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, packed: Packed | None = None
+) -> list[Quantizing]:
     """Which quantizer takes which of the operands, of which q, or k and v, may be None.
 
     Nothing is compiled to find out, so compiling may still fail.
+
+    Args:
+        packed: the sequences of k and v, or None.
     """
     found: list[Quantizing] = []
     not_hopper: tuple[str, ...] = ()
     if k is not None and v is not None:
-        reason = unsupported_cuda_quantize(k, v, recipe, device_of(k.device))
+        reason = unsupported_cuda_quantize(k, v, recipe, device_of(k.device), packed is not None)
         if reason is None:
             found.append(Quantizing("hopper", None, k, v))
             k = v = None
         else:
             not_hopper = (f"the Hopper quantizer: {reason}",)
-    if q is not None and k is not None and unsupported_general_quantize(q, k, v, recipe) is None:
+    if q is not None and k is not None and unsupported_general_quantize(q, k, v, recipe, packed) is None:
         return [*found, Quantizing("general", q, k, v, not_hopper)]
     for of_q, of_k, of_v, because in ((None, k, v, not_hopper), (q, None, None, ())):
         if of_q is None and of_k is None:
             continue
-        reason = unsupported_general_quantize(of_q, of_k, of_v, recipe)
+        reason = unsupported_general_quantize(of_q, of_k, of_v, recipe, packed if of_q is None else None)
         if reason is None:
             found.append(Quantizing("general", of_q, of_k, of_v, because))
         else:

@@ -40,8 +40,7 @@ def quantized_operands(
     """
     of_q, of_k = packed
     if of_k is not None and key is not None and value is not None:
-        q = None if query is None else quantized_operands(query, None, None, recipe, modelled, (of_q, None))[0]
-        return q, *_packed_operands(key, value, recipe, of_k, modelled)
+        return _packed_operands(query, key, value, recipe, (of_q, of_k), modelled)
     name = "modelled_quantize" if modelled else "quantize"
     if ops.is_direct(query, key, value):
         q, k, v = ops.QUANTIZERS[name](query, key, value, recipe)
@@ -61,17 +60,23 @@ def quantized_operands(
     return q, k, v
 
 
-def _packed_operands(key: torch.Tensor, value: torch.Tensor, recipe: Recipe, packed: Packed, modelled: bool) -> tuple[Quantized, Quantized]:
-    """The operator that quantizes packed keys and values, with its results as `Quantized`."""
+def _packed_operands(
+    query: torch.Tensor | None, key: torch.Tensor, value: torch.Tensor, recipe: Recipe, packed: tuple[Packed | None, Packed], modelled: bool
+) -> tuple[Quantized | None, Quantized, Quantized]:
+    """`quantized_operands` of packed keys and values: all three at once where no operator is called."""
     name = "modelled_varlen_quantize" if modelled else "varlen_quantize"
-    if ops.is_direct(key, value):
-        return varlen_ops.QUANTIZERS[name](key, value, recipe, packed)
+    of_q, of_k = packed
+    if ops.is_direct(query, key, value):
+        q, k, v = varlen_ops.QUANTIZERS[name](query, key, value, recipe, of_k)
+        return None if q is None else replace(q, packed=of_q), k, v
+    q = None if query is None else quantized_operands(query, None, None, recipe, modelled, (of_q, None))[0]
     operator = getattr(ops.library_ops, name)
-    k_data, k_scale, k_mean, v_data, v_scale, v_mean = operator(key, value, packed.cu_seqlens, packed.seqused, recipe.text)
+    k_data, k_scale, k_mean, v_data, v_scale, v_mean = operator(key, value, of_k.cu_seqlens, of_k.seqused, recipe.text)
     part = rotation.part_of(key.shape[3], recipe.rotate)
     return (
-        Quantized(k_data, k_scale, recipe.k, "rows", packed.tokens, k_mean if recipe.smooth_k else None, part, packed=packed),
-        Quantized(v_data, v_scale, recipe.v, "values", packed.tokens, v_mean if recipe.smooth_v else None, packed=packed),
+        q,
+        Quantized(k_data, k_scale, recipe.k, "rows", of_k.tokens, k_mean if recipe.smooth_k else None, part, packed=of_k),
+        Quantized(v_data, v_scale, recipe.v, "values", of_k.tokens, v_mean if recipe.smooth_v else None, packed=of_k),
     )
 
 

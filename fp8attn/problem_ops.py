@@ -71,8 +71,7 @@ def way_of(problem: Problem, device: Device) -> Way:
 def _quantized_problem(problem: Problem, q: torch.Tensor | None) -> tuple[Quantized | None, Quantized, Quantized]:
     """The quantized q, if it is given, k and v of a problem."""
     if problem.varlen is not None:
-        query = None if q is None else ops.quantized(q, None, None, problem.recipe)[0]
-        return query, *ops.quantized_packed(problem.k, problem.v, problem.recipe, problem.varlen.k, problem.varlen.longest_k)
+        return ops.quantized_packed(q, problem.k, problem.v, problem.recipe, problem.varlen.k, problem.varlen.longest_k)
     query, key, value = ops.quantized(q, problem.k, problem.v, problem.recipe)
     assert key is not None and value is not None
     return query, key, value

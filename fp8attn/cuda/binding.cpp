@@ -363,10 +363,10 @@ using Operands = std::vector<std::optional<Tensor>>;
 
 // Quantizes any Q, K and V, (B, H, S, D). `numbers`: the channels that are rotated together, the rows under one scale
 // of Q and of K, the number of tokens from which K's mean is computed, and the size of the memory through which its
-// kernels pass statistics. `operands`: q, k and v. `results`: data and scale of q; data, scale and mean of k; the same
-// of v.
+// kernels pass statistics. `operands`: q, k and v; of packed k and v also cu_seqlens and seqused. `results`: data and
+// scale of q; data, scale and mean of k; the same of v.
 void quantize_general(int64_t launcher, int64_t ctas, const Ints& numbers, const Operands& operands, const Operands& results) {
-  STD_TORCH_CHECK(numbers.size() == 5 && operands.size() == 3 && results.size() == 8, "quantize_general takes 5 numbers, 3 operands and 8 results");
+  STD_TORCH_CHECK(numbers.size() == 5 && operands.size() == 5 && results.size() == 8, "quantize_general takes 5 numbers, 5 operands and 8 results");
   const auto address = [](const Operands& of, size_t i) { return of[i] ? of[i]->mutable_data_ptr() : nullptr; };
   const auto bytes = [&](size_t i) { return static_cast<uint8_t*>(address(results, i)); };
   const auto floats = [&](size_t i) { return static_cast<float*>(address(results, i)); };
@@ -399,6 +399,12 @@ void quantize_general(int64_t launcher, int64_t ctas, const Ints& numbers, const
     p.inverse_length = 1.0 / p.kv_length, p.inverse_sample = 1.0 / numbers[3];
     measured = room_of(numbers[4], *k);
     p.measured = measured->mutable_data_ptr();
+  }
+  if (operands[3]) {
+    p.packed.cu_seqlens = operands[3]->const_data_ptr<int>();
+    p.packed.seqused = address_of<int>(operands[4]);
+    p.packed.sequences = operands[3]->size(0) - 1;
+    p.packed.length = p.kv_length;
   }
   launch(launcher, p, ctas, first.get_device());
 }

@@ -112,32 +112,94 @@ __device__ float2 extremes_of_warps(const GeneralQuantizeStorage<C>& shared, int
   return found;
 }
 
+// What a CTA of `general_measure` measures: MEASURED_CHANNELS channels of a token chunk of V, or of the sample of K.
+struct MeasuredItem {
+  bool of_keys;
+  int slice, head, measured_head;  // of its batch; as of KvBlock
+  int token_chunk;
+  KvSequence sequence;
+
+  // `item`: of the CTAs behind GeneralGrid::paging_ctas. Called by whole warps.
+  __device__ static MeasuredItem at(const GeneralQuantizeParams& p, const GeneralGrid& grid, int item) {
+    const int values = grid.token_chunks * grid.value_slices;
+    int inside = item, head = 0;  // of all heads
+    if (grid.packed) {
+      inside -= grid.kv_heads * values;  // below 0 for V: slices, heads and places of token chunks
+    } else {
+      head = item / grid.measuring_ctas_of_head(), inside = item % grid.measuring_ctas_of_head() - values;
+    }
+    const bool of_keys = inside >= 0;
+    int slice, token_chunk = 0, number;
+    if (of_keys) {
+      slice = grid.packed ? inside % grid.key_slices : inside, head += grid.packed ? inside / grid.key_slices : 0;
+      number = head / p.kv_heads;
+    } else if (grid.packed) {
+      slice = item % grid.value_slices, head = item / grid.value_slices, token_chunk = head / p.kv_heads;
+      number = sequence_at<TOKEN_CHUNK>(p.packed, p.packed.sequences, token_chunk);
+    } else {
+      inside += values, slice = inside % grid.value_slices, token_chunk = inside / grid.value_slices;
+      number = head / p.kv_heads;
+    }
+    const KvSequence sequence(p, grid, number);
+    if (grid.packed && !of_keys) token_chunk -= first_place<TOKEN_CHUNK>(sequence.begin, number);
+    return {of_keys, slice, head % p.kv_heads, grid.packed ? number * p.kv_heads + head % p.kv_heads : head, token_chunk, sequence};
+  }
+
+  // Places of token chunks may be empty. A number below 0 means that starts aren't in order.
+  __device__ bool exists() const { return of_keys || (token_chunk >= 0 && token_chunk < sequence.chunks()); }
+
+  // Where K's mean goes, and what is measured of V.
+  __device__ float* mean(const GeneralQuantizeParams& p) const { return p.k_mean + int64_t(measured_head) * p.head_dim + slice * MEASURED_CHANNELS; }
+  __device__ MeasuredChunk* measured(const GeneralQuantizeParams& p, const GeneralGrid& grid) const {
+    const int64_t n = grid.packed ? first_chunk_of(p, sequence, head) + token_chunk * p.kv_heads : int64_t(measured_head) * grid.token_chunks + token_chunk;
+    return measured_chunk(p, grid, n) + slice;
+  }
+};
+
+// Finds what lies on a page. Called by a warp.
+__device__ inline void find_page(const GeneralQuantizeParams& p, int page) {
+  const int number = sequence_at<SCALE_BLOCK>(p.packed, p.packed.sequences, page);
+  const PackedSequence found(p.packed, number);
+  const int block = page - first_place<SCALE_BLOCK>(found.begin, number);
+  const bool exists = block >= 0 && block * SCALE_BLOCK < found.length;
+  if (threadIdx.x % 32 == 0) pages_of(p)[page] = {number, found.begin, found.length, exists ? block : -1};
+}
+
+// CTAs of `general_measure` on one SM, which registers must leave room for.
+constexpr int MEASURER_CTAS = 6;
+
 // The grid: GeneralGrid::measuring_ctas. K's mean, not rotated yet, goes to p.k_mean.
 template <class Instance, typename T>
-__global__ void __launch_bounds__(MEASURERS) general_measure(const __grid_constant__ GeneralQuantizeParams p) {
+__global__ void __launch_bounds__(MEASURERS, MEASURER_CTAS) general_measure(const __grid_constant__ GeneralQuantizeParams p) {
   extern __shared__ __align__(128) uint8_t bytes[];
   auto& shared = *reinterpret_cast<GeneralQuantizeStorage<Instance::config>*>(bytes);
   const GeneralGrid grid(p);
-  const int head = blockIdx.x / grid.measuring_ctas_of_head(), item = blockIdx.x % grid.measuring_ctas_of_head();
-  const int values = grid.token_chunks * grid.value_slices;
-  const bool of_keys = item >= values;
-  const int token_chunk = of_keys ? 0 : item / grid.value_slices, slice = of_keys ? item - values : item % grid.value_slices;
-  const int apart = of_keys ? sample_step(p.kv_length) : 1;
-  const int64_t step = int64_t(LANES) * apart;
-  const int chunk = threadIdx.x % (32 / OF_WARP), warp = threadIdx.x / 32;
-  const int lane = warp + threadIdx.x % 32 / (32 / OF_WARP) * MEASURER_WARPS, channel = slice * MEASURED_CHANNELS + chunk * CHUNK;
-  const int first = token_chunk * TOKEN_CHUNK + lane * apart;
-  int tokens = first < p.kv_length ? min(int((p.kv_length - first + step - 1) / step), STEPS) : 0;
-  if (channel >= (of_keys ? p.head_dim : p.value_dim)) tokens = 0;
+  const int chunk = threadIdx.x % (32 / OF_WARP), warp = threadIdx.x / 32, paging = grid.paging_ctas();
   if (threadIdx.x < STEPS) shared.warps[0].nonfinite[threadIdx.x] = 0;
   __syncthreads();
-  ptx::wait_for_grids_before();
+  if (grid.packed) ptx::wait_for_grids_before();  // one of which may write lengths
+  if (int(blockIdx.x) < paging) {
+    ptx::launch_dependents();
+    const int page = blockIdx.x * MEASURER_WARPS + warp;
+    if (page < grid.k_blocks) find_page(p, page);
+    return;
+  }
+  const MeasuredItem item = MeasuredItem::at(p, grid, blockIdx.x - paging);
+  if (!grid.packed) ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const T* from = of_keys ? head_of<T>(p.k, p.k_strides, p.kv_heads, head) : head_of<T>(p.v, p.v_strides, p.kv_heads, head);
-  const int64_t stride = of_keys ? p.k_strides[2] : p.v_strides[2];
+  if (!item.exists()) return;
+  const int length = item.sequence.length, apart = item.of_keys ? sample_step(length) : 1;
+  const int64_t step = int64_t(LANES) * apart;
+  const int lane = warp + threadIdx.x % 32 / (32 / OF_WARP) * MEASURER_WARPS, channel = item.slice * MEASURED_CHANNELS + chunk * CHUNK;
+  const int first = item.token_chunk * TOKEN_CHUNK + lane * apart;
+  int tokens = first < length ? min(int((length - first + step - 1) / step), STEPS) : 0;
+  if (channel >= (item.of_keys ? p.head_dim : p.value_dim)) tokens = 0;
+  const int64_t stride = item.of_keys ? p.k_strides[2] : p.v_strides[2];
+  const T* from = item.of_keys ? item.sequence.head_of<T>(grid, p.k, p.k_strides, item.head) : item.sequence.head_of<T>(grid, p.v, p.v_strides, item.head);
   from += first * stride + channel;
+  void* const to = item.of_keys ? static_cast<void*>(item.mean(p)) : item.measured(p, grid);  // fewer registers than the item
   LaneMoments<T> found;
-  found.add_all(from, step * stride, tokens, of_keys ? p.k_aligned : p.v_aligned);
+  found.add_all(from, step * stride, tokens, item.of_keys ? p.k_aligned : p.v_aligned);
   if (!found.are_finite()) {
     found = {};
     for (uint32_t nonfinite = found.add_finite(from, step * stride, tokens); nonfinite != 0; nonfinite &= nonfinite - 1)
@@ -154,25 +216,26 @@ __global__ void __launch_bounds__(MEASURERS) general_measure(const __grid_consta
   }
   __syncthreads();
   const int mine = threadIdx.x;
-  if (of_keys) {
-    const int to = slice * MEASURED_CHANNELS + mine;
-    if (mine < MEASURED_CHANNELS && to < p.head_dim) p.k_mean[int64_t(head) * p.head_dim + to] = key_mean_of(sum_of_warps(shared, mine), p.inverse_sample);
+  if (item.of_keys) {
+    // of no tokens, the inverse is infinite and the mean NaN, which `removable` makes 0
+    const float inverse = grid.packed ? inverse_sample_of(length) : p.inverse_sample;
+    if (mine < min(p.head_dim - item.slice * MEASURED_CHANNELS, MEASURED_CHANNELS)) static_cast<float*>(to)[mine] = key_mean_of(sum_of_warps(shared, mine), inverse);
     return;
   }
-  MeasuredChunk& to = static_cast<MeasuredChunk*>(p.measured)[(int64_t(head) * grid.token_chunks + token_chunk) * grid.value_slices + slice];
+  MeasuredChunk& measured = *static_cast<MeasuredChunk*>(to);
   if (mine < MEASURED_CHANNELS) {
     const float2 extremes = extremes_of_warps(shared, mine);
-    to.sum[mine] = sum_of_warps(shared, mine), to.low[mine] = extremes.x, to.high[mine] = extremes.y;
+    measured.sum[mine] = sum_of_warps(shared, mine), measured.low[mine] = extremes.x, measured.high[mine] = extremes.y;
   } else if (mine < MEASURED_CHANNELS + STEPS) {
-    to.nonfinite[mine - MEASURED_CHANNELS] = shared.warps[0].nonfinite[mine - MEASURED_CHANNELS];
+    measured.nonfinite[mine - MEASURED_CHANNELS] = shared.warps[0].nonfinite[mine - MEASURED_CHANNELS];
   }
 }
 
 // A mean of K, which `general_measure` has stored, rotated. Called by a warp.
-__device__ inline void finish_key_mean(const GeneralQuantizeParams& p, int head) {
+__device__ inline void finish_key_mean(const GeneralQuantizeParams& p, int measured_head) {
   const RowTeam team(p.head_dim);
   const TeamRotation rotation(p.part, team, p.inverse_part);
-  float* mean = p.k_mean + int64_t(head) * p.head_dim + team.channel;
+  float* mean = p.k_mean + int64_t(measured_head) * p.head_dim + team.channel;
   float y[CHUNK] = {};
 #pragma unroll
   for (int i = 0; i < CHUNK; ++i) y[i] = team.has_channels ? mean[i] : 0.0f;
@@ -191,21 +254,30 @@ __global__ void __launch_bounds__(MEASURERS) general_finish(const __grid_constan
   const GeneralGrid grid(p);
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  if (blockIdx.x >= grid.kv_heads * grid.value_slices) {
-    if (threadIdx.x < 32) finish_key_mean(p, blockIdx.x - grid.kv_heads * grid.value_slices);
+  const int of_keys = int(blockIdx.x) - grid.measured_heads * grid.value_slices;
+  if (of_keys >= 0) {
+    if (threadIdx.x < 32) finish_key_mean(p, of_keys);
     return;
   }
-  const int head = blockIdx.x / grid.value_slices, slice = blockIdx.x % grid.value_slices, warp = threadIdx.x / 32, mine = threadIdx.x % 32;
-  const auto* measured = static_cast<const MeasuredChunk*>(p.measured) + int64_t(head) * grid.token_chunks * grid.value_slices + slice;
+  const int measured_head = blockIdx.x / grid.value_slices, slice = blockIdx.x % grid.value_slices, warp = threadIdx.x / 32, mine = threadIdx.x % 32;
+  int token_chunks = grid.token_chunks, apart = grid.value_slices;
+  int64_t first_chunk = int64_t(measured_head) * grid.token_chunks;
+  float inverse_length = p.inverse_length;
+  if (grid.packed) {
+    const KvSequence sequence(p, grid, measured_head / p.kv_heads);
+    token_chunks = sequence.chunks(), apart *= p.kv_heads, first_chunk = first_chunk_of(p, sequence, measured_head % p.kv_heads);
+    inverse_length = __fdiv_rn(1.0f, max(sequence.length, 1));
+  }
+  const MeasuredChunk* const measured = measured_chunk(p, grid, first_chunk) + slice;
   float sums[OF_WARP] = {}, low = INFINITE, high = -INFINITE;
   // token chunks are the lanes of quantization.lane_sum; chunks that don't exist add zeros
 #pragma unroll 1
-  for (int first = 0; first < grid.token_chunks; first += LANES) {
+  for (int first = 0; first < token_chunks; first += LANES) {
 #pragma unroll
     for (int i = 0; i < OF_WARP; ++i) {
       const int token_chunk = first + i * MEASURER_WARPS + warp;
-      if (token_chunk >= grid.token_chunks) continue;
-      const MeasuredChunk& more = measured[int64_t(token_chunk) * grid.value_slices];
+      if (token_chunk >= token_chunks) continue;
+      const MeasuredChunk& more = measured[int64_t(token_chunk) * apart];
       sums[i] += more.sum[mine], low = fminf(low, more.low[mine]), high = fmaxf(high, more.high[mine]);
     }
   }
@@ -215,10 +287,10 @@ __global__ void __launch_bounds__(MEASURERS) general_finish(const __grid_constan
   const int channel = slice * MEASURED_CHANNELS + mine;
   if (warp > 0 || channel >= p.value_dim) return;
   const float2 extremes = extremes_of_warps(shared, mine);
-  const int64_t at = int64_t(head) * p.value_dim + channel;
+  const int64_t at = int64_t(measured_head) * p.value_dim + channel;
   float mean = 0.0f;
   if (p.v_mean != nullptr) {
-    mean = removable(coarse(__fmul_rn(sum_of_warps(shared, mine), p.inverse_length), extremes.x, extremes.y));
+    mean = removable(coarse(__fmul_rn(sum_of_warps(shared, mine), inverse_length), extremes.x, extremes.y));
     p.v_mean[at] = mean;
   }
   p.v_scale[at] = scale_of(fmaxf(fmaxf(extremes.y - mean, mean - extremes.x), 0.0f));
@@ -328,16 +400,16 @@ __global__ void __launch_bounds__(WRITERS, Instance::config.ctas) general_write(
     const uint32_t of_thread = uint32_t(item) * WRITERS + threadIdx.x;
     return p.v_aligned ? write_values<true, T>(p, grid, head, of_thread) : write_values<false, T>(p, grid, head, of_thread);
   }
-  const int block = item - grid.value_ctas, word = block * BLOCK_WORDS + threadIdx.x / grid.value_slices;
+  const RowBlock block = key_block(p, grid, head, item - grid.value_ctas, sizeof(T));
+  if (block.count == 0) return;
+  const int word = threadIdx.x / grid.value_slices, slice = threadIdx.x % grid.value_slices;
   __syncthreads();
-  if (threadIdx.x < BLOCK_WORDS * grid.value_slices) {
-    const int64_t token_chunk = int64_t(head) * grid.token_chunks + word / STEPS;
-    const auto& measured = static_cast<const MeasuredChunk*>(p.measured)[token_chunk * grid.value_slices + threadIdx.x % grid.value_slices];
-    const uint32_t nonfinite = measured.nonfinite[word % STEPS];
-    if (nonfinite != 0) atomicOr(&shared.nonfinite[1 + threadIdx.x / grid.value_slices], nonfinite);
+  if (word < BLOCK_WORDS) {
+    const uint32_t nonfinite = block.nonfinite[slice * (sizeof(MeasuredChunk) / 4) + word];
+    if (nonfinite != 0) atomicOr(&shared.nonfinite[1 + word], nonfinite);
   }
   __syncthreads();
-  write_rows<Instance, INT8, T>(p, key_block(p, grid, head, block, sizeof(T)));
+  write_rows<Instance, INT8, T>(p, block);
 }
 
 // `ctas`: of `general_write`.

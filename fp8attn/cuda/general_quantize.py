@@ -15,9 +15,9 @@ import torch
 from .. import quantization as quantize_ref
 from ..call import GROUPS
 from ..device import Device
-from ..layout import GROUP, padded_length
+from ..layout import GROUP, padded_length, units_of
 from ..quantization import LANES, RUN, TOKEN_CHUNK
-from ..recipe import E4M3, SCALE_BLOCK, Granularity, Quantized, Recipe
+from ..recipe import E4M3, SCALE_BLOCK, Granularity, Packed, Quantized, Recipe
 from ..rotation import part_of
 from ..schedule import unsupported_size
 from .configs import round_up
@@ -27,6 +27,9 @@ MEASURED_CHANNELS = 32
 
 MEASURED_CHUNK_BYTES = 4 * (3 * MEASURED_CHANNELS + TOKEN_CHUNK // LANES)
 """sizeof(MeasuredChunk): sums, minima and maxima of channels, and a bit for each token."""
+
+PACKED_PAGE_BYTES = 4 * 4
+"""sizeof(PackedPage): which tokens of which packed sequence lie on a page."""
 
 MEASURERS = 128
 """Threads of a CTA that measures."""
@@ -131,9 +134,15 @@ def unsupported_tensor(name: str, x: torch.Tensor) -> str | None:
     return unsupported_size(name, x)
 
 
-def unsupported_call(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device) -> str | None:
+def unsupported_call(
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, packed: Packed | None = None
+) -> str | None:
     """The reason why this quantizer doesn't support operands (B, H, S, D), of which `q`, or `k` and `v`, may be None;
-    or None if it does."""
+    or None if it does.
+
+    Args:
+        packed: the sequences of k and v, or None.
+    """
     reason = unsupported_device(device)
     if reason is not None:
         return reason
@@ -158,7 +167,7 @@ def unsupported_call(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Te
         return f"query has shape {tuple(q.shape)}, key {tuple(k.shape)}; it takes the same batch and head dim of both"
     if k is not None and v is not None and k.shape[:3] != v.shape[:3]:
         return f"key has shape {tuple(k.shape)}, value {tuple(v.shape)}; it takes the same but for the head dim"
-    ctas = max(ctas_of(q, k, v), measured_chunks(k, v))
+    ctas = max(ctas_of(q, k, v, packed), measuring_ctas(k, v, packed))
     if ctas >= MOST_CTAS:
         return f"it would take {ctas} CTAs; a grid has fewer than {MOST_CTAS}"
     return None
@@ -177,29 +186,38 @@ def unsmoothing_ctas(q: torch.Tensor) -> int:
     return q.shape[0] * q.shape[1] * ceil_div(q.shape[2], UNSMOOTHER.rows)
 
 
-def ctas_of(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None) -> int:
+def _units(x: torch.Tensor, size: int, packed: Packed | None) -> int:
+    """Units of `size` tokens of a head of x (B, H, S, D); of packed sequences their places."""
+    return ceil_div(x.shape[2], size) if packed is None else units_of(packed, size)
+
+
+def ctas_of(q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, packed: Packed | None = None) -> int:
     """CTAs of the kernel that writes codes. C++'s GeneralGrid says what each does."""
     ctas = 0 if q is None else q.shape[0] * q.shape[1] * ceil_div(q.shape[2], SCALE_BLOCK)
     if k is None or v is None:
         return ctas
-    length = k.shape[2]
-    runs = padded_length(length) // (RUN if length > TOKEN_CHUNK else GROUP)
-    of_head = ceil_div(runs * (v.shape[3] // 2), WRITERS) + ceil_div(length, SCALE_BLOCK)
-    return ctas + k.shape[0] * k.shape[1] * of_head
+    blocks = _units(k, SCALE_BLOCK, packed)
+    runs = blocks * SCALE_BLOCK // (GROUP if packed is None and k.shape[2] <= TOKEN_CHUNK else RUN)
+    return ctas + k.shape[0] * k.shape[1] * (ceil_div(runs * (v.shape[3] // 2), WRITERS) + blocks)
 
 
-def measured_chunks(k: torch.Tensor | None, v: torch.Tensor | None) -> int:
-    """The number of C++'s MeasuredChunk of V, with as many CTAs for each head as K's mean takes."""
+def _measured_chunks(v: torch.Tensor, packed: Packed | None) -> int:
+    """The number of C++'s MeasuredChunk of V."""
+    return v.shape[0] * v.shape[1] * _units(v, TOKEN_CHUNK, packed) * ceil_div(v.shape[3], MEASURED_CHANNELS)
+
+
+def measuring_ctas(k: torch.Tensor | None, v: torch.Tensor | None, packed: Packed | None = None) -> int:
+    """CTAs of the kernel that measures, if K has a mean."""
     if k is None or v is None:
         return 0
-    slices = ceil_div(k.shape[2], TOKEN_CHUNK) * ceil_div(v.shape[3], MEASURED_CHANNELS) + ceil_div(k.shape[3], MEASURED_CHANNELS)
-    return k.shape[0] * k.shape[1] * slices
+    sequences, pages = (k.shape[0], 0) if packed is None else (packed.sequences, _units(k, SCALE_BLOCK, packed))
+    return ceil_div(pages, MEASURERS // LANES) + _measured_chunks(v, packed) + sequences * k.shape[1] * ceil_div(k.shape[3], MEASURED_CHANNELS)
 
 
-def measured_bytes(v: torch.Tensor) -> int:
+def measured_bytes(v: torch.Tensor, packed: Packed | None = None) -> int:
     """Bytes of what one kernel measures of V for the next."""
-    batch, heads, length, dim = v.shape
-    return batch * heads * ceil_div(length, TOKEN_CHUNK) * ceil_div(dim, MEASURED_CHANNELS) * MEASURED_CHUNK_BYTES
+    pages = 0 if packed is None else _units(v, SCALE_BLOCK, packed)
+    return pages * PACKED_PAGE_BYTES + _measured_chunks(v, packed) * MEASURED_CHUNK_BYTES
 
 
 def _empty_rows(x: torch.Tensor, granularity: Granularity, recipe: Recipe, mean: torch.Tensor | None) -> Quantized:
@@ -227,11 +245,11 @@ def empty(
     return query, key, value
 
 
-def numbers_of(k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, dim: int) -> list[int]:
+def numbers_of(k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, dim: int, packed: Packed | None = None) -> list[int]:
     """What the binding's quantize_general takes as `numbers`. `dim`: channels of Q and K."""
     sampled = 0 if k is None else quantize_ref.sample_size(k.shape[2])
     groups = [GROUPS[granularity] for granularity in (recipe.q, recipe.k)]
-    return [part_of(dim, recipe.rotate), *groups, sampled, 0 if v is None else measured_bytes(v)]
+    return [part_of(dim, recipe.rotate), *groups, sampled, 0 if v is None else measured_bytes(v, packed)]
 
 
 def filled(query: Quantized | None, key: Quantized | None, value: Quantized | None) -> list[torch.Tensor | None]:

@@ -30,7 +30,7 @@ template <bool CAREFUL, typename T>
 __device__ void write_staged_runs(const GeneralQuantizeParams& p, const GeneralGrid& grid, const ValueRun& run, StagedRuns& staged) {
   const int lane = threadIdx.x % 32;
   const float2 mean = run.exists ? run.mean(p) : float2{}, factor = run.exists ? run.factor(p) : float2{};
-  const __half2 gain = gain_of(p);
+  const __half2 gain = run.gain();
   Feedback feedback;
 #pragma unroll 1
   for (int group = 0; group < grid.run / GROUP; ++group) {
@@ -40,7 +40,7 @@ __device__ void write_staged_runs(const GeneralQuantizeParams& p, const GeneralG
       const float2 y = Pair<T>::floats(staged.words[group * GROUP + i][lane]);
       const float2 x = {(y.x - mean.x) * factor.x, (y.y - mean.y) * factor.y};
       if (!CAREFUL) return x;
-      const bool exists = run.begin + group * GROUP + i < p.kv_length;
+      const bool exists = group * GROUP + i < run.left;
       return {exists && is_finite(y.x) ? x.x : 0.0f, exists && is_finite(y.y) ? x.y : 0.0f};
     };
     uint4 of_channel[2];
@@ -74,23 +74,22 @@ __global__ void __launch_bounds__(WRITERS, 3) general_write_values(const __grid_
   if (!p.v_aligned) return write_values<false, T>(p, grid, head, item);
   // four adjacent lanes have a chunk of eight channels, of which each lane copies some tokens
   const ValueRun copied(p, grid, head, item - lane + lane % 8 * 4), run(p, grid, head, item);
-  const T* from = copied.from<T>(p, head) + lane / 8 * p.v_strides[2];
+  const T* from = copied.from<T>(p, grid) + lane / 8 * p.v_strides[2];
 #pragma unroll 1
   for (int group = 0; group < RUN_GROUPS; ++group) {
     if (copied.exists && group * GROUP < grid.run) {
 #pragma unroll
       for (int i = 0; i < GROUP; i += 4, from += 4 * p.v_strides[2]) {
         const int token = group * GROUP + i + lane / 8;
-        ptx::cp_async_16(&staged.words[token][lane % 8 * 4], from, copied.begin + token < p.kv_length);
+        ptx::cp_async_16(&staged.words[token][lane % 8 * 4], from, token < copied.left);
       }
     }
     ptx::cp_async_commit();
   }
-  bool careful = run.exists && run.begin + grid.run > p.kv_length;
+  bool careful = run.exists && grid.run > run.left;
   if (run.exists && !careful) {
-    const int64_t token_chunk = int64_t(head) * grid.token_chunks + run.begin / TOKEN_CHUNK;
-    const auto& measured = static_cast<const MeasuredChunk*>(p.measured)[token_chunk * grid.value_slices + run.channel / MEASURED_CHANNELS];
-    for (int i = 0; i < grid.run; i += 32) careful |= measured.nonfinite[(run.begin % TOKEN_CHUNK + i) / 32] != 0;
+    const uint32_t* const nonfinite = run.block.nonfinite(p, grid, run.token) + run.channel / MEASURED_CHANNELS * (sizeof(MeasuredChunk) / 4);
+    for (int i = 0; i < grid.run; i += 32) careful |= nonfinite[i / 32] != 0;
   }
   if (__any_sync(~0u, careful))
     write_staged_runs<true, T>(p, grid, run, staged);
@@ -120,15 +119,14 @@ struct StagedBlocks {
 
   __device__ explicit StagedBlocks(const GeneralQuantizeParams& params) : p(params), grid(params) {}
 
-  // Block `item`. One that doesn't exist has no rows.
+  // Block `item`.
   __device__ RowBlock at(int item, int bytes_of_element) const {
     const int of_queries = item - grid.kv_heads * grid.k_blocks;
-    if (item >= grid.staged_blocks(p)) return {};
+    if (item >= grid.staged_blocks(p)) return {.count = -1};
     if (of_queries >= 0) return query_block(p, grid, of_queries, bytes_of_element);
-    RowBlock found = key_block(p, grid, item / grid.k_blocks, item % grid.k_blocks, bytes_of_element);
-    const int word = item % grid.k_blocks * BLOCK_WORDS;
-    found.nonfinite = static_cast<const MeasuredChunk*>(p.measured)[(int64_t(item / grid.k_blocks) * grid.token_chunks + word / STEPS) * grid.value_slices].nonfinite + word % STEPS;
-    return found;
+    // heads of the same tokens of packed sequences lie side by side
+    const int head = grid.packed ? item % grid.kv_heads : item / grid.k_blocks, block = grid.packed ? item / grid.kv_heads : item % grid.k_blocks;
+    return key_block(p, grid, head, block, bytes_of_element);
   }
 };
 
@@ -148,7 +146,7 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
   // Begins to copy what a block is quantized from.
   const auto load = [&](int round) {
     const RowBlock& block = block_of(round);
-    if (block.count == 0) return;
+    if (block.count <= 0) return;
     const int stage = round % STAGES, slice = threadIdx.x % WORD_SLICES, word = threadIdx.x / WORD_SLICES;
     rows.load(tile_of(round), block.from, block.stride, block.count);
     if (block.mean != nullptr && threadIdx.x < p.head_dim / 4) ptx::cp_async_16(&shared.mean[stage][4 * threadIdx.x], block.mean + 4 * threadIdx.x);
@@ -160,7 +158,7 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
   if (threadIdx.x < BLOCK_WORDS) shared.hidden[0][threadIdx.x] = 0;
   __syncthreads();
   load(0);
-  for (int round = 0; block_of(round).count > 0; ++round) {
+  for (int round = 0; block_of(round).count >= 0; ++round) {
     const RowBlock& block = block_of(round);
     uint8_t* const tile = tile_of(round);
     const int stage = round % STAGES, row = units.row();
@@ -170,6 +168,7 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
     load(round + 1);
     if (threadIdx.x == 0) block_of(round + STAGES) = StagedBlocks(p).at(blockIdx.x + (round + STAGES) * gridDim.x, sizeof(T));
     if (threadIdx.x < BLOCK_WORDS) shared.hidden[(round + 1) % STAGES][threadIdx.x] = 0;
+    if (block.count == 0) continue;
     if (block.is_key && threadIdx.x < 32) {
       const uint32_t tokens = __float_as_uint(shared.nonfinite[stage][threadIdx.x / WORD_SLICES][threadIdx.x % WORD_SLICES]);
       if (tokens != 0) atomicOr(&hidden[threadIdx.x / WORD_SLICES], tokens);

@@ -146,7 +146,16 @@ struct QuantizeParams {
   int cluster_chunks;  // token chunks of the sequences that clusters quantize; the others take three kernels
 };
 
+// Where packed sequences lie, as recipe.Packed says.
+struct PackedParams {
+  const int *cu_seqlens, *seqused;  // (N + 1), and (N) or null
+  int sequences, length;            // N, and the tokens of all
+};
+
 // Parameters of the kernels that quantize any Q, K and V. Either `q` or `k` and `v` may be null, with their outputs.
+//
+// If packed.cu_seqlens isn't null, one batch of K and V is made of sequences. Their means and scales of V are
+// (N, Hkv, D), and K's scales of blocks (Hkv, pages). Q is the same as ever.
 struct GeneralQuantizeParams {
   const void* q;  // (B, Hq, Sq, D) of `type`
   const void* k;  // (B, Hkv, Sk, D)
@@ -160,7 +169,9 @@ struct GeneralQuantizeParams {
   uint8_t* v_data;  // (B, Hkv, Dv, padded)
   float* v_scale;   // (B, Hkv, Dv)
   float* v_mean;    // (B, Hkv, Dv); or null
-  void* measured;   // (B, Hkv, token chunks, channel slices) of MeasuredChunk, which one kernel writes and the next read
+  // (B, Hkv, token chunks, channel slices) of MeasuredChunk, which one kernel writes and the next read. Of packed
+  // sequences (pages) of PackedPage, and behind them (places of token chunks, Hkv, channel slices) of MeasuredChunk
+  void* measured;
 
   int64_t q_strides[3], k_strides[3], v_strides[3], q_data_strides[3], k_data_strides[3], padded;
 
@@ -172,6 +183,7 @@ struct GeneralQuantizeParams {
   OutType type;                          // of q, k and v
   bool int8;                             // Q and K become int8, not e4m3
   bool q_aligned, k_aligned, v_aligned;  // whether rows start at multiples of 16 bytes
+  PackedParams packed;
 };
 
 // Parameters of the kernel that adds to the LSE what the mean of K adds to scores.

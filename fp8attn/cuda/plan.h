@@ -75,7 +75,9 @@ inline const Addresses& addresses(const QuantizeParams&) {
 #define AT(field) offsetof(GeneralQuantizeParams, field)
 inline const Addresses& addresses(const GeneralQuantizeParams&) {
   static const auto& found = *new Addresses{
-      {AT(q), AT(k), AT(v), AT(q_data), AT(q_scale), AT(k_data), AT(k_scale), AT(k_mean), AT(v_data), AT(v_scale), AT(v_mean), AT(measured)}, {}};
+      {AT(q), AT(k), AT(v), AT(q_data), AT(q_scale), AT(k_data), AT(k_scale), AT(k_mean), AT(v_data), AT(v_scale), AT(v_mean), AT(measured),
+       AT(packed.cu_seqlens), AT(packed.seqused)},
+      {}};
   return found;
 }
 #undef AT

@@ -18,7 +18,7 @@ from .decode import DecodeConfig
 from .decode_tensors import DecodeTensorsConfig
 from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
-from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
+from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, PACKED_PAGE_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
 from .prefill import HALF_BLOCK, PrefillConfig
 from .quantize import CHUNK_STATS_BYTES, PORTABLE_CLUSTER, QuantizeConfig
@@ -75,6 +75,7 @@ CONSTANTS: dict[str, int | float] = {
     "PORTABLE_CLUSTER": PORTABLE_CLUSTER,
     "MEASURED_CHANNELS": MEASURED_CHANNELS,
     "MEASURED_CHUNK_BYTES": MEASURED_CHUNK_BYTES,
+    "PACKED_PAGE_BYTES": PACKED_PAGE_BYTES,
 }
 """Constants of C++ that Python defines, with the docstrings there: int, or float in float32."""
 

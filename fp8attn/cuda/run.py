@@ -315,7 +315,7 @@ def write_part(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tenso
 
 
 def quantize_any(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, packed: Packed | None = None
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """fp8attn.quantization.quantize by the general quantizer.
 
@@ -323,18 +323,24 @@ def quantize_any(
 
     Args:
         q, k, v: (B, H, S, D), any float dtype; q, or k and v, may be None.
+        packed: the sequences of k and v, or None.
 
     Raises:
         BuildError: the kernels can't be compiled here.
     """
     first = k if q is None else q
     assert first is not None
-    made = general_quantize.empty(q, k, v, recipe)
+    if packed is None:
+        made = general_quantize.empty(q, k, v, recipe)
+    else:
+        assert k is not None and v is not None
+        made = (general_quantize.empty(q, None, None, recipe)[0], *empty_packed(k, v, recipe, packed))
+    lengths = (None, None) if packed is None else (packed.cu_seqlens, packed.seqused)
     config = general_quantize.QUANTIZER
     library = build.load_with(config, general_quantize.INSTANCES, device.arch)
-    numbers = general_quantize.numbers_of(k, v, recipe, first.shape[3])
-    ctas = general_quantize.ctas_of(q, k, v)
-    library.operators.quantize_general.default(library.launchers[config], ctas, numbers, [q, k, v], general_quantize.filled(*made))
+    numbers = general_quantize.numbers_of(k, v, recipe, first.shape[3], packed)
+    ctas = general_quantize.ctas_of(q, k, v, packed)
+    library.operators.quantize_general.default(library.launchers[config], ctas, numbers, [q, k, v, *lengths], general_quantize.filled(*made))
     return made
 
 

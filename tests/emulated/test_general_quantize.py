@@ -348,16 +348,16 @@ MUTANTS = {
     "token chunks of all warps": ("general_quantize.cuh", "  __syncthreads();\n  const int channel = slice", "  const int channel = slice"),
     "magnitudes of all warps": ("general_quantize.cuh", "    __syncthreads();\n    for (int i = 0; i < WRITER", "    for (int i = 0; i < WRITER"),
     "non-finite tokens of all slices": ("general_quantize.cuh", "  __syncthreads();\n  write_rows<", "  write_rows<"),
-    "non-finite tokens before": ("general_quantize.cuh", "  __syncthreads();\n  if (threadIdx.x < BLOCK", "  if (threadIdx.x < BLOCK"),
+    "non-finite tokens before": ("general_quantize.cuh", "  __syncthreads();\n  if (word < BLOCK", "  if (word < BLOCK"),
     "lanes of a warp": ("general_quantize.cuh", "% 32 / (32 / OF_WARP) * MEASURER_WARPS", "% 32 / (32 / OF_WARP)"),
     "finite elements": ("general_quantize.cuh", "  if (!found.are_finite()) {", "  if (false) {"),
     "a sum that overflowed": ("general_quantize.cuh", "    found = {};\n", ""),
     "more token chunks than lanes": ("general_quantize.cuh", "sums[i] += more.sum[mine]", "sums[i] = more.sum[mine]"),
-    "the sample": ("general_quantize.cuh", "of_keys ? sample_step(p.kv_length) : 1", "1"),
+    "the sample": ("general_quantize.cuh", "item.of_keys ? sample_step(length) : 1", "1"),
     "rows that don't exist": ("general_quantize.cuh", "if (!exists || !team.has_channels) chunk.largest = 0.0f;", ""),
     "tokens that don't exist": ("general_grid.h", ": float2{NAN, NAN}", ": float2{}"),
-    "feedback": ("general_grid.h", "p.kv_length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "FEEDBACK"),
-    "runs": ("general_grid.h", "run(p.kv_length > TOKEN_CHUNK ? RUN : GROUP)", "run(GROUP)"),
+    "feedback": ("general_grid.h", "block.sequence.length > TOKEN_CHUNK ? FEEDBACK : 0.0f", "FEEDBACK"),
+    "runs": ("general_grid.h", "run(p.kv_length > TOKEN_CHUNK || packed ? RUN : GROUP)", "run(GROUP)"),
     "keys of non-finite tokens": ("general_quantize.cuh", "(block.is_key && exists && shared.nonfinite[1 + row / 32] >> row % 32 & 1)", "false"),
     "teams of a warp": ("general_quantize.cuh", "threadIdx.x / 32 * team.of_warp + team.number", "threadIdx.x / 32 * team.of_warp"),
     "lanes without a row": ("general_quantize.cuh", "if (!exists || !team.has_channels) return;", "if (!exists) return;"),
@@ -404,10 +404,10 @@ MUTANTS = {
     "groups of a run": ("general_staged.cuh", "    wait_for_copies(group);\n", ""),
     "staged tokens that don't exist": (
         "general_staged.cuh",
-        "bool careful = run.exists && run.begin + grid.run > p.kv_length;",
+        "bool careful = run.exists && grid.run > run.left;",
         "bool careful = false;",
     ),
-    "staged tokens that aren't finite": ("general_staged.cuh", "careful |= measured.nonfinite", "careful |= 0 & measured.nonfinite"),
+    "staged tokens that aren't finite": ("general_staged.cuh", "careful |= nonfinite[", "careful |= 0 & nonfinite["),
     "codes of both channels": ("general_staged.cuh", "of_run + channel % 2 * p.padded", "of_run"),
     "unaligned rows": ("tile/channels.h", "bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16", "bits[2 * i + 1] | uint32_t(bits[2 * i]) << 16"),
 }
@@ -599,7 +599,7 @@ def test_who_quantizes(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
         made.append("".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x is not None))
         return quantize(q, k, v, recipe)
 
-    def unsupported(q, k, v, recipe) -> str | None:
+    def unsupported(q, k, v, recipe, packed=None) -> str | None:
         return None if "".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x is not None) in takes else "the test says so"
 
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)

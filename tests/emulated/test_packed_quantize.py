@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-from dataclasses import dataclass
-from typing import Any
 
 import pytest
 import torch
@@ -13,72 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emulation
-from closeness import on_grid
 from emulated import in_another_process
 from fp8attn.call import HALVES
 from fp8attn.cuda import build, quantize, run
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.layout import first_unit, padded_length
-from fp8attn.quantization import TOKEN_CHUNK, empty_packed, quantize_kv, sequences_of
-from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, SCALE_BLOCK, Packed, ProductType, Quantized, Recipe
+from fp8attn.quantization import TOKEN_CHUNK, quantize_kv, sequences_of
+from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, Packed, Recipe
+from packed_batches import MANY, Batch, assert_each_alone, untouched
 from quantizing import assert_same
 
 H100 = ARCHITECTURES[90]
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Packed sequences. NaN lies where no token is.
-
-    Attributes:
-        lengths: of the sequences.
-        unused: tokens behind those of each sequence that don't exist.
-        behind: tokens behind the last sequence.
-    """
-
-    lengths: tuple[int, ...]
-    unused: int = 0
-    behind: int = 0
-    heads: int = 2
-    dim: int = 64
-    dtype: torch.dtype = torch.bfloat16
-    qk: ProductType = "e4m3"
-    seed: int = 0
-
-    def starts(self) -> list[int]:
-        return [0, *itertools.accumulate(n + self.unused for n in self.lengths)]
-
-    def tensors(self, device: torch.device | str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
-        """k and v (1, H, T, D), as views of tensors (T, H, D). Some elements aren't finite."""
-        generator, found = torch.Generator().manual_seed(self.seed), []
-        for offset in (0.0, 2.0):
-            x = torch.full((self.starts()[-1] + self.behind, self.heads, self.dim), torch.nan)
-            for i, (begin, length) in enumerate(zip(self.starts(), self.lengths, strict=False)):
-                some = torch.randn(length, self.heads, self.dim, generator=generator) * (1 + i % 5) + offset
-                if length > 5 and i % 3 == 1:
-                    some[length // 2, 0, 3], some[length - 1, self.heads - 1, self.dim - 1] = torch.nan, torch.inf
-                x[begin : begin + length] = some
-            found.append(x.to(self.dtype).transpose(0, 1)[None])
-        return on_grid(found[0]).transpose(1, 2).contiguous().transpose(1, 2).to(device), found[1].to(device)
-
-    def packed(self, device: torch.device | str = "cpu") -> Packed:
-        starts = torch.tensor(self.starts(), dtype=torch.int32, device=device)
-        used = torch.tensor(self.lengths, dtype=torch.int32, device=device) if self.unused else None
-        return Packed(starts, used, self.starts()[-1] + self.behind)
-
-
-UNTOUCHED = 0x55
-"""Bytes of results before they are written."""
-
-
-def untouched(*arguments: Any) -> tuple[Quantized, Quantized]:
-    """quantization.empty_packed, of memory that was used before."""
-    results = empty_packed(*arguments)
-    for x in results:
-        for tensor in (x.data, x.scale, x.mean):
-            assert tensor is not None
-            tensor.untyped_storage().fill_(UNTOUCHED)
-    return results
 
 
 def check(batch: Batch, library: build.Library | None, device: torch.device | str = "cpu") -> None:
@@ -98,15 +39,7 @@ def check_with(batch: Batch, longest: int | None, library: build.Library | None,
             patch.setattr(build, "load_with", lambda *_: library)
         patch.setattr(quantize, "LEAST_FULL", 0.0)
         found = run.quantize_packed(k, v, batch.qk, packed, properties, longest)
-    columns = found[1].data.view(torch.uint8).clone()
-    for i, (begin, length) in enumerate(zip(batch.starts(), batch.lengths, strict=False)):
-        first = SCALE_BLOCK * first_unit(begin, i, SCALE_BLOCK)
-        columns[..., first : first + padded_length(length)] = UNTOUCHED
-    assert (columns == UNTOUCHED).all(), "other pages differ"
-    for begin, length, *parts in zip(batch.starts(), batch.lengths, *map(sequences_of, found), strict=False):
-        span = slice(begin, begin + length)
-        for actual, expected in zip(parts, quantize_kv(k[:, :, span], v[:, :, span], recipe), strict=True):
-            assert_same(actual, expected)
+    assert_each_alone(batch, k, v, recipe, found)
 
 
 lengths = st.one_of(st.integers(0, 5), st.sampled_from((127, 128, 129, 511, 512, 513, 1024)), st.integers(0, 1300))
@@ -120,12 +53,6 @@ batches = st.builds(
     dtype=st.sampled_from(HALVES),
     qk=st.sampled_from(("e4m3", "int8")),
     seed=st.integers(0, 99),
-)
-
-MANY = (
-    Batch((3, 700, 0, 130) * 20, unused=2, heads=1),  # more sequences than a warp has lanes
-    Batch((17_000, 5, 600), heads=1),  # more token chunks than lanes of a sum
-    Batch((0, 0), behind=3),
 )
 
 
@@ -216,7 +143,7 @@ MUTANTS = {
     "pages of sequences": ("tile/token_chunk_keys.h", "coord.first_page + coord.token_chunk * BLOCKS", "coord.token_chunk * BLOCKS"),
     "columns of sequences": ("tile/token_chunk_values.h", "coord.first_page * KEYS + coord.first", "coord.first"),
     "rows of V": ("tile/token_chunk.h", "return packed ? head : pair;", "return packed ? 0 : pair;"),
-    "keys that don't exist": ("tile/token_chunk.h", "if (p.seqused != nullptr)", "if (false)"),
+    "keys that don't exist": ("tile/packed.h", "if (p.seqused != nullptr)", "if (false)"),
     "a place for each head": ("tile/token_chunk.h", "* p.heads + head : int64_t", "+ head : int64_t"),
     "pages that are read": (
         "tile/token_chunk_values.h",

@@ -155,6 +155,8 @@ class GeneralQuantizeParams(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("inverse_part", "inverse_length", "inverse_sample")),
         ("type", ctypes.c_int),
         *((name, ctypes.c_bool) for name in ("int8", "q_aligned", "k_aligned", "v_aligned")),
+        *((name, ctypes.c_void_p) for name in ("cu_seqlens", "seqused")),
+        *((name, ctypes.c_int) for name in ("sequences", "tokens")),
     ]
 
 
@@ -571,14 +573,14 @@ def general_quantize_params(numbers, operands, results, measured: torch.Tensor |
     """The GeneralQuantizeParams that binding.cpp's quantize_general makes from its arguments; `measured` it
     allocates."""
     p = GeneralQuantizeParams()
-    tensors = dict(zip(("q", "k", "v", *_RESULTS), (*operands, *results), strict=True)) | {"measured": measured}
+    tensors = dict(zip(("q", "k", "v", "cu_seqlens", "seqused", *_RESULTS), (*operands, *results), strict=True)) | {"measured": measured}
     for name, x in tensors.items():
         setattr(p, name, None if x is None else x.data_ptr())
         if x is not None and hasattr(p, f"{name}_strides"):
             setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
         if x is not None and hasattr(p, f"{name}_aligned"):
             setattr(p, f"{name}_aligned", _aligned(x))
-    q, k, v = operands
+    q, k, v, cu_seqlens, _ = operands
     first = k if q is None else q
     p.batches, p.head_dim, p.type = first.size(0), first.size(3), TYPES[first.dtype]
     p.part, p.q_group, p.k_group, sampled, _ = numbers
@@ -588,6 +590,8 @@ def general_quantize_params(numbers, operands, results, measured: torch.Tensor |
     if k is not None:
         p.kv_heads, p.kv_length, p.value_dim, p.padded = k.size(1), k.size(2), v.size(3), results[5].size(3)
         p.inverse_length, p.inverse_sample = 1.0 / k.size(2), 1.0 / sampled
+    if cu_seqlens is not None:
+        p.sequences, p.tokens = cu_seqlens.size(0) - 1, k.size(2)
     return p
 
 

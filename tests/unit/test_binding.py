@@ -25,6 +25,7 @@ from fp8attn.cuda.configs import KEYS
 from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Stage, Storage
 from fp8attn.prepare import call_of
+from fp8attn.recipe import Packed
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -168,6 +169,23 @@ def test_params_of_the_general_quantizer_are_as_described(recorder: Recorder, dt
         assert (found.measured is None) == (operands[1] is None)
         found.measured = None
         assert bytes(found) == bytes(emulation.general_quantize_params(*told.arguments[2:], None))
+
+
+@pytest.mark.parametrize("has_unused", (False, True))
+def test_params_of_the_general_quantizer_of_packed_sequences_are_as_described(recorder: Recorder, has_unused: bool) -> None:
+    q, k, v = (torch.zeros(1, heads, n, 80, dtype=torch.float16)[..., :dim] for heads, n, dim in ((4, 30, 72), (2, 700, 72), (2, 700, 40)))
+    lengths = torch.tensor([0, 600, 700], dtype=torch.int32)
+    packed = Packed(lengths, lengths[1:].contiguous() if has_unused else None, 700)
+    told = Told(recorder, "quantize_general", "record_general_quantize")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: told.library)
+        run.quantize_any(q, k, v, fp8attn.Recipe(), H100, packed)
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
+    assert recorder.library.recorded_general_quantize(buffer) == told.arguments[1] == general_quantize.ctas_of(q, k, v, packed)
+    found = emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
+    assert found.measured is not None and found.cu_seqlens == lengths.data_ptr() and (found.seqused is not None) == has_unused
+    found.measured = None
+    assert bytes(found) == bytes(emulation.general_quantize_params(*told.arguments[2:], None))
 
 
 @pytest.mark.parametrize("dtype, moved", ((torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 4)))
@@ -384,6 +402,31 @@ def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:
     assert found.measured is not None and found.q_length == 30
 
 
+def test_a_plan_repeats_the_general_quantizer_of_packed_sequences(recorder: Recorder) -> None:
+    """With the addresses of other lengths."""
+    told = Told(recorder, "quantize_general", "record_general_quantize")
+
+    def quantized_of(inputs) -> list:
+        k, v, cu_seqlens, seqused = inputs
+        return general_quantize.filled(*run.quantize_any(None, k, v, fp8attn.Recipe(), H100, Packed(cu_seqlens, seqused, 700)))[2:]
+
+    def operands() -> list[torch.Tensor]:
+        return [*(torch.zeros(1, 2, 700, 72) for _ in range(2)), torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: told.library)
+        assert recording.record(recorder.operators, {}, 1 << 41, operands(), quantized_of)
+    given = operands()
+    outputs = recorder.operators.repeat.default(1 << 41, given)
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
+    recorder.library.recorded_general_quantize(buffer)
+    found = emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
+    names = ("k", "v", "cu_seqlens", "seqused", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")
+    for name, x in zip(names, (*given, *outputs), strict=True):
+        assert getattr(found, name) == x.data_ptr(), name
+    assert found.sequences == 2 and found.tokens == 700
+
+
 @pytest.mark.parametrize("with_sequences", (False, True))
 def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None:
     """With the addresses of another cache and batch, in tensor maps too. Tickets are the cache's."""
@@ -440,7 +483,7 @@ def test_a_plan_without_outputs(recorder: Recorder) -> None:
 
 
 def test_the_general_quantizer_takes_all_that_it_is_told(recorder: Recorder) -> None:
-    with pytest.raises(RuntimeError, match="quantize_general takes 5 numbers, 3 operands and 8 results"):
+    with pytest.raises(RuntimeError, match="quantize_general takes 5 numbers, 5 operands and 8 results"):
         recorder.operators.quantize_general.default(0, 1, [64], [torch.zeros(1, 1, 1, 64), None, None], [None] * 8)
 
 

@@ -93,10 +93,11 @@ def varlen_quantized_by_a_function(k, v, cu_seqlens_k, seqused_k, recipe):
     return made
 
 
-def packed_by_the_operator(k, v, recipe, packed):
+def packed_by_the_operator(q, k, v, recipe, packed):
     """As prepare has it where calls aren't direct."""
+    query = None if q is None else ops.QUANTIZERS["quantize"](q, None, None, recipe)[0]
     with unittest.mock.patch.object(ops, "is_direct", return_value=False):
-        return prepare._packed_operands(k, v, recipe, packed, False)
+        return query, *prepare._packed_operands(None, k, v, recipe, (None, packed), False)[1:]
 
 
 TABLE = 9

@@ -75,6 +75,12 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         seen.quantizers.add("hopper")
         return quantize_ref.quantize_packed(k, v, FUSED_RECIPES[qk], packed)
 
+    def by_general(q: Any, k: Any, v: Any, recipe: Any, device: Any, packed: Any = None) -> tuple:
+        if packed is None:
+            return seen.quantize("general", q, k, v, recipe)
+        query, _, _ = seen.quantize("general", q, None, None, recipe)
+        return query, *quantize_ref.quantize_packed(k, v, recipe, packed)
+
     def with_bias(q: Any, k: Any, key: Any, device: Any) -> Any:
         return dataclasses.replace(q, bias=quantize_ref.score_bias(q.mean, quantize_ref.dequantize(key)))
 
@@ -96,7 +102,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_run, "library_of", lambda *_: SimpleNamespace(launchers=collections.defaultdict(int)))
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
     monkeypatch.setattr(cuda_run, "quantize_packed", packed_by_cuda)
-    monkeypatch.setattr(cuda_run, "quantize_any", lambda q, k, v, recipe, device: seen.quantize("general", q, k, v, recipe))
+    monkeypatch.setattr(cuda_run, "quantize_any", by_general)
     monkeypatch.setattr(cuda_run, "unsmoothed_lse", lambda lse, *_: lse.clone())
     monkeypatch.setattr(triton_run, "forward", lambda call, device: of_call("triton", triton_run.choose(call, device), call))
     monkeypatch.setattr(triton_kernels.quantize, "quantize", lambda q, k, v, recipe, device, given: seen.quantize("triton", q, k, v, recipe, given))

@@ -1,4 +1,4 @@
-// Where packed sequences lie: recipe.Packed. P has `cu_seqlens`, and `length`: all tokens.
+// Where packed sequences lie: recipe.Packed. P has `cu_seqlens`, `seqused`, and `length`: all tokens.
 #pragma once
 
 namespace fp8attn {
@@ -8,6 +8,18 @@ template <class P>
 __device__ int begin_of(const P& p, int sequence) {
   return min(max(__ldcg(p.cu_seqlens + sequence), 0), p.length);
 }
+
+// Where one of packed sequences lies.
+struct PackedSequence {
+  int begin, length;  // first token, number of tokens
+
+  __device__ PackedSequence(int begin, int length) : begin(begin), length(length) {}
+
+  template <class P>
+  __device__ PackedSequence(const P& p, int sequence) : begin(begin_of(p, sequence)), length(max(begin_of(p, sequence + 1) - begin, 0)) {
+    if (p.seqused != nullptr) length = min(max(__ldcg(p.seqused + sequence), 0), length);
+  }
+};
 
 // layout.first_unit: the place of a sequence's first unit of UNIT tokens.
 template <int UNIT>

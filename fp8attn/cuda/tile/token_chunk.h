@@ -89,17 +89,6 @@ static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
 // Number of blocks that have some of a token chunk's tokens, which are the first `count`.
 __device__ inline int blocks_of(int count) { return (count + KEYS - 1) / KEYS; }
 
-// Where one of packed sequences lies.
-struct PackedSequence {
-  int begin, length;  // first token, number of tokens
-
-  __device__ PackedSequence(int begin, int length) : begin(begin), length(length) {}
-
-  __device__ PackedSequence(const QuantizeParams& p, int sequence) : begin(begin_of(p, sequence)), length(max(begin_of(p, sequence + 1) - begin, 0)) {
-    if (p.seqused != nullptr) length = min(max(__ldcg(p.seqused + sequence), 0), length);
-  }
-};
-
 // Coordinates of a CTA in its head, and the head.
 struct ClusterCoord {
   int token_chunks, slices, token_chunk, slice, first, count, batch, head, pair;
