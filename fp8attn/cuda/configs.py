@@ -350,15 +350,19 @@ GROUPS: dict[Group, tuple[HopperConfig, ...]] = {
 }
 
 
-def _with_varlen(configs: tuple[HopperConfig, ...]) -> tuple[HopperConfig, ...]:
-    """The variants of configs for packed sequences: for few head dims, those with the most consumers."""
-    largest = ((64, 64, 4), (128, 128, 3), (256, 256, 2))
-    return tuple(replace(c, varlen=True) for c in configs if not c.general and (c.head_dim, c.value_dim, c.consumers) in largest)
-
+VARLEN_TILES: dict[Scores, tuple[tuple[int, int, int], ...]] = {
+    "plain": ((64, 64, 4), (96, 96, 3), (128, 128, 3), (192, 128, 2), (256, 256, 2)),
+    "window": ((64, 64, 4), (96, 96, 3), (128, 128, 3), (256, 256, 2)),
+    "softcap": ((64, 64, 4), (128, 128, 3), (256, 256, 2)),
+}
+"""Head dims of K and V and consumers of the instances for packed sequences: those that models have, with the most
+consumers."""
 
 VARLEN_GROUPS: dict[tuple[Scores, bool], tuple[HopperConfig, ...]] = {
-    (scores, fuse_q_quant): _with_varlen(GROUPS[scores, False, fuse_q_quant])
-    for scores in ("plain", "window", "softcap")
+    (scores, fuse_q_quant): tuple(
+        replace(c, varlen=True) for c in GROUPS[scores, False, fuse_q_quant] if not c.general and (c.head_dim, c.value_dim, c.consumers) in tiles
+    )
+    for scores, tiles in VARLEN_TILES.items()
     for fuse_q_quant in (False, True)
 }
 """Instances for packed sequences by (scores, fuse_q_quant), compiled separately on first use: e4m3."""
