@@ -165,8 +165,12 @@ __device__ inline void find_page(const GeneralQuantizeParams& p, int page) {
   if (threadIdx.x % 32 == 0) pages_of(p)[page] = {number, found.begin, found.length, exists ? block : -1};
 }
 
-// CTAs of `general_measure` on one SM, which registers must leave room for.
+// CTAs of `general_measure` on one SM, which registers must leave room for. Six spill on other GPUs than Hopper's.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int MEASURER_CTAS = 6;
+#else
+constexpr int MEASURER_CTAS = 5;
+#endif
 
 // The grid: GeneralGrid::measuring_ctas. K's mean, not rotated yet, goes to p.k_mean.
 template <class Instance, typename T>

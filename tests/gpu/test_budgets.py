@@ -137,15 +137,16 @@ def test_quantizer(nvcc: str, tmp_path: Path, config: QuantizeConfig) -> None:
 @pytest.mark.parametrize("arch", [pytest.param(arch, marks=() if arch == 90 else pytest.mark.thorough) for arch in ARCHITECTURES])
 def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: GeneralQuantizeConfig | UnsmoothLseConfig) -> None:
     """Of every dtype: registers for as many CTAs as a config says; no stack, no spills. But a thread that rotates 64
-    channels spills some numbers that the loop over blocks doesn't change."""
+    channels spills some numbers that the loop over blocks doesn't change, and elsewhere than on Hopper others spill two
+    that one thread of a CTA needs for each block."""
     entries = compiled(nvcc, config, arch, tmp_path).split("Compiling entry function")[1:]
     # that measures and those that write e4m3 and int8, for each dtype; one that finishes; of both halves, one that writes
     # values, and those that write rows of each part in e4m3 and int8
     assert len(entries) == (10 + 2 * (1 + 2 * 4) if isinstance(config, GeneralQuantizeConfig) else 3)
     for entry in entries:
         registers, stack = numbers(entry)
-        if "general_write_rowsILi64" in entry:
-            assert stack <= 32, entry
+        if "general_write_rows" in entry and ("ILi64" in entry or arch != 90):
+            assert stack <= (32 if "ILi64" in entry else 8), entry
         else:
             assert stack == 0 and "0 bytes spill stores, 0 bytes spill loads" in entry, entry
         if "general_write_rows" in entry:
