@@ -63,7 +63,7 @@ def register(
             such list.
         kv_scales: the engine's blocks are e4m3, and these multipliers restore keys and values: (1.0, 1.0) if nothing is
             known of them. Numbers of more than 448 times a scale saturate. None: blocks have the model's dtype.
-        min_keys: sequences with fewer keys are attended to in the model's dtype.
+        min_keys: causal sequences with fewer keys are attended to in the model's dtype.
         backend: of `varlen_sdpa`, and of `paged_sdpa` if it has it.
         name: that `attn_implementation` takes. It must have `flash`, and behind it a 2.
 

@@ -169,6 +169,26 @@ def test_plain_calls_of_a_model(transformers: ModuleType, monkeypatch: pytest.Mo
     torch.testing.assert_close(found[1][mask.bool()], expected[1][mask.bool()], rtol=1e-4, atol=1e-4)
 
 
+def test_a_vision_tower_attends_to_all_images_at_once(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Qwen2.5-VL's, whose layers have windows of an image or whole images: one call for each layer, without masks."""
+    config = transformers.models.qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
+        depth=3, hidden_size=160, num_heads=2, intermediate_size=64, out_hidden_size=32, window_size=112, fullatt_block_indexes=[1]
+    )
+    torch.manual_seed(0)
+    tower = transformers.models.qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config).eval().requires_grad_(False)
+    grid = torch.tensor([[1, 12, 16], [1, 8, 8]])  # two images of 192 and 64 patches
+    patches = torch.randn(256, 3 * 2 * config.patch_size**2)
+    tower.set_attn_implementation("eager")
+    expected = tower(patches, grid)
+    calls = Calls(monkeypatch)
+    batching.register()
+    tower.set_attn_implementation(batching.NAME)
+    found = tower(patches, grid)
+    assert calls.names == ["varlen_sdpa"] * 3
+    for x, y in zip(*(value if isinstance(value, tuple) else (value,) for value in (found[0], expected[0])), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
+
+
 def test_what_it_refuses(transformers: ModuleType) -> None:
     for name in ("fp8attn", "flash_attention_2", "fp8attn_flash", 3):
         with pytest.raises(ValueError, match="name is"):
