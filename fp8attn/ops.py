@@ -181,21 +181,26 @@ def quantized_packed(
         longest: the most tokens of a sequence, as far as the caller knows, or None. Only speed depends on it.
     """
     if not has_kernels(k.device):
-        return None if q is None else quantize_ref.quantize_q(q, recipe), *quantize_ref.quantize_packed(k, v, recipe, packed)
+        return modelled_packed(q, k, v, recipe, packed)
     device = device_of(k.device)
     query = key = value = None
     with current(k.device):
-        step = plan_quantizers(q, k, v, recipe, packed)[0]
         try:
-            if step.quantizer == "hopper":
-                key, value = cuda_run.quantize_packed(k, v, recipe.qk, packed, device, longest)
-            elif step.quantizer == "general":
-                query, key, value = cuda_run.quantize_any(step.q, k, v, recipe, device, packed)
+            query, key, value = _by_cuda_quantizers(q, k, v, recipe, device, packed, longest)
         except BuildError as error:
             warnings.warn(f"fp8attn goes on with Triton: {error}", stacklevel=2)
         if key is None or value is None:
             key, value = triton_kernels.quantize.quantize_packed(k, v, recipe, packed, device)
-    return query if q is None or query is not None else quantized(q, None, None, recipe)[0], key, value
+        if q is not None and query is None:
+            query, _, _ = triton_kernels.quantize.quantize(q, None, None, recipe, device, given=None)
+    return query, key, value
+
+
+def modelled_packed(
+    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed
+) -> tuple[Quantized | None, Quantized, Quantized]:
+    """`quantized_packed` in plain torch."""
+    return None if q is None else quantize_ref.quantize_q(q, recipe), *quantize_ref.quantize_packed(k, v, recipe, packed)
 
 
 def quantized(
@@ -359,20 +364,32 @@ def plan_quantizers(
 
 
 def _by_cuda_quantizers(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device
+    q: torch.Tensor | None,
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    recipe: Recipe,
+    device: Device,
+    packed: Packed | None = None,
+    longest: int | None = None,
 ) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
     """Those of the operands that CUDA kernels quantize; None for the others.
+
+    Args:
+        packed, longest: as of `quantized_packed`; packed is None if k and v aren't.
 
     Raises:
         BuildError: the kernels can't be compiled here.
     """
     query = key = value = None
-    for step in plan_quantizers(q, k, v, recipe):
+    for step in plan_quantizers(q, k, v, recipe, packed):
         if step.quantizer == "hopper":
             assert step.k is not None and step.v is not None
-            key, value = cuda_run.quantize_kv(step.k, step.v, recipe.qk, device)
+            if packed is None:
+                key, value = cuda_run.quantize_kv(step.k, step.v, recipe.qk, device)
+            else:
+                key, value = cuda_run.quantize_packed(step.k, step.v, recipe.qk, packed, device, longest)
         elif step.quantizer == "general":
-            of_q, of_k, of_v = cuda_run.quantize_any(step.q, step.k, step.v, recipe, device)
+            of_q, of_k, of_v = cuda_run.quantize_any(step.q, step.k, step.v, recipe, device, None if step.k is None else packed)
             query, key, value = of_q or query, of_k or key, of_v or value
     return query, key, value
 

@@ -23,6 +23,7 @@ from .ops import (
     Forward,
     current,
     laid_out,
+    modelled_packed,
     quantized_packed,
     register,
     unsmoothed_packed_lse,
@@ -49,17 +50,11 @@ def _quantize(
     packed, of_text = Packed(cu_seqlens_k, seqused_k, k.shape[2]), Recipe.of_text(recipe)
     validate.check_varlen_recipe(of_text)
     validate.check_packed_floats(k, v, packed)
-    _, key, value = (_modelled if modelled else quantized_packed)(None, k, v, of_text, packed)
+    _, key, value = (modelled_packed if modelled else quantized_packed)(None, k, v, of_text, packed)
     return _tensors_of(key, value)
 
 
-def _modelled(
-    q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, packed: Packed
-) -> tuple[Quantized | None, Quantized, Quantized]:
-    return None if q is None else quantize_ref.quantize_q(q, recipe), *quantize_ref.quantize_packed(k, v, recipe, packed)
-
-
-QUANTIZERS = {"varlen_quantize": shielded(quantized_packed), "modelled_varlen_quantize": shielded(_modelled)}
+QUANTIZERS = {"varlen_quantize": shielded(quantized_packed), "modelled_varlen_quantize": shielded(modelled_packed)}
 """What operators do with q, or None, and k and v that were checked, a recipe and sequences of k and v."""
 
 

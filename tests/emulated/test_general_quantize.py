@@ -595,7 +595,7 @@ def test_who_quantizes(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     made: list[str] = []
     takes = {"qkv", "kv", "q"}
 
-    def by_definition(q, k, v, recipe, device) -> Results:
+    def by_definition(q, k, v, recipe, device, packed=None) -> Results:
         made.append("".join(name for name, x in zip("qkv", (q, k, v), strict=True) if x is not None))
         return quantize(q, k, v, recipe)
 

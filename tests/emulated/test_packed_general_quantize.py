@@ -11,8 +11,9 @@ import emulation
 from emulated import in_another_process
 from fp8attn import ops
 from fp8attn.cuda import build, general_quantize, run
+from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.quantization import quantize_kv, quantize_q, sequences_of
+from fp8attn.quantization import quantize_kv, quantize_packed, quantize_q, sequences_of
 from fp8attn.recipe import DEFAULT_RECIPE, Packed, Quantized, Recipe
 from packed_batches import MANY, Batch, assert_each_alone, untouched
 from quantizing import assert_same, normal
@@ -222,6 +223,40 @@ def test_the_emulation_sees_what_is_wrong(name: str) -> None:
 
     with pytest.raises((AssertionError, RuntimeError)):
         check_several()
+
+
+@pytest.mark.parametrize("hopper, general, steps", (
+    (True, True, ["hopper kv", "general q"]), (False, True, ["general qkv"]), (True, False, ["hopper kv", "triton q"]),
+    (False, False, ["triton kv", "triton q"]),
+))  # fmt: skip
+def test_who_quantizes(monkeypatch: pytest.MonkeyPatch, hopper: bool, general: bool, steps: list[str]) -> None:
+    """Each operand once, by the first that takes it; by Triton where nothing compiles."""
+    batch = Batch((40, 9), dim=64)
+    (k, v), packed = batch.tensors(), batch.packed()
+    q, made = torch.randn(1, 2, 30, 64, dtype=k.dtype), []
+
+    def noted(name: str, q: torch.Tensor | None, k: torch.Tensor | None) -> tuple:
+        made.append(f"{name} {'' if q is None else 'q'}{'' if k is None else 'kv'}")
+        return None if q is None else quantize_q(q, DEFAULT_RECIPE), *((None, None) if k is None else quantize_packed(k, v, DEFAULT_RECIPE, packed))
+
+    def fails(*_: object) -> None:
+        raise BuildError("no compiler")
+
+    monkeypatch.setattr(ops, "has_kernels", lambda device: True)
+    monkeypatch.setattr(ops, "unsupported_cuda_quantize", lambda *_: None if hopper else "the test says so")
+    monkeypatch.setattr(ops, "unsupported_general_quantize", lambda *_: None if general else "the test says so")
+    monkeypatch.setattr(run, "quantize_packed", lambda k, *_: noted("hopper", None, k)[1:])
+    monkeypatch.setattr(run, "quantize_any", lambda q, k, *_: noted("general", q, k))
+    monkeypatch.setattr(ops.triton_kernels.quantize, "quantize_packed", lambda k, *_: noted("triton", None, k)[1:])
+    monkeypatch.setattr(ops.triton_kernels.quantize, "quantize", lambda q, k, *_, given: noted("triton", q, k))
+    assert all(x is not None for x in ops.quantized_packed(q, k, v, DEFAULT_RECIPE, packed)) and made == steps
+    made.clear()
+    for name in ("quantize_packed", "quantize_any"):
+        monkeypatch.setattr(run, name, fails)
+    if hopper or general:
+        with pytest.warns(UserWarning, match="goes on with Triton: no compiler"):
+            assert all(x is not None for x in ops.quantized_packed(q, k, v, DEFAULT_RECIPE, packed))
+        assert made == ["triton kv", "triton q"]
 
 
 def test_what_it_takes() -> None:
