@@ -13,9 +13,9 @@ from fp8attn import ops
 from fp8attn.cuda import build, general_quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.quantization import quantize_kv, quantize_packed, quantize_q, sequences_of
+from fp8attn.quantization import quantize_packed, quantize_q
 from fp8attn.recipe import DEFAULT_RECIPE, Packed, Quantized, Recipe
-from packed_batches import MANY, Batch, assert_each_alone, untouched
+from packed_batches import MANY, Batch, assert_each_alone, assert_lengths_are_the_gpus, untouched, wrong_lengths
 from quantizing import assert_same, normal
 
 H100 = ARCHITECTURES[90]
@@ -80,6 +80,15 @@ def emulated() -> build.Library:
     return emulation.general_quantizer()
 
 
+@pytest.fixture
+def gpu(device: torch.device) -> torch.device:
+    """One that the quantizer runs on."""
+    reason = general_quantize.unsupported_device(device_of(device))
+    if reason is not None:
+        pytest.skip(reason)
+    return device
+
+
 @pytest.mark.anywhere
 @emulation.emulates
 @given(batch=batches, recipe=st.sampled_from(RECIPES))
@@ -110,70 +119,42 @@ GPU_BATCHES = (
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", GPU_BATCHES, ids=range(len(GPU_BATCHES)))
-def test_a_sequence_has_the_bytes_that_it_has_alone(device: torch.device, batch: Batch) -> None:
-    reason = general_quantize.unsupported_device(device_of(device))
-    if reason is not None:
-        pytest.skip(reason)
+def test_a_sequence_has_the_bytes_that_it_has_alone(gpu: torch.device, batch: Batch) -> None:
     for recipe in RECIPES[1:4:2]:
-        check(batch, recipe, None, device)
-    check_with_queries(batch, DEFAULT_RECIPE, None, device)
+        check(batch, recipe, None, gpu)
+    check_with_queries(batch, DEFAULT_RECIPE, None, gpu)
 
 
 @pytest.mark.gpu
-def test_same_bits_a_hundred_times(device: torch.device) -> None:
+def test_same_bits_a_hundred_times(gpu: torch.device) -> None:
     """A bit that moves is a race."""
-    reason = general_quantize.unsupported_device(device_of(device))
-    if reason is not None:
-        pytest.skip(reason)
     batch = Batch((130, 0, 577, 1000, 512, 1) * 9, heads=5, dim=80)
 
     def all_bytes() -> torch.Tensor:
-        found = quantized(batch, DEFAULT_RECIPE, None, device)[1:]
+        found = quantized(batch, DEFAULT_RECIPE, None, gpu)[1:]
         return torch.cat([x.reshape(-1).view(torch.uint8) for y in found for x in (y.data, y.scale, y.mean) if x is not None])
 
-    first, different = all_bytes(), torch.zeros((), dtype=torch.int64, device=device)
+    first, different = all_bytes(), torch.zeros((), dtype=torch.int64, device=gpu)
     for _ in range(100):
         different += (all_bytes() != first).sum()
     assert int(different) == 0
 
 
 @pytest.mark.gpu
-def test_the_gpu_knows_the_lengths(device: torch.device) -> None:
+def test_the_gpu_knows_the_lengths(gpu: torch.device) -> None:
     """A graph is replayed with other lengths, that a kernel right before writes."""
-    reason = general_quantize.unsupported_device(device_of(device))
-    if reason is not None:
-        pytest.skip(reason)
-    batch, other = Batch((900, 5, 2000, 0), heads=4, dim=80), Batch((0, 1500, 1, 1404), heads=4, dim=80)
-    (k, v), (other_k, other_v) = batch.tensors(device), other.tensors(device)
-    packed, starts = batch.packed(device), other.packed(device).cu_seqlens
-    ops.quantized_packed(None, k, v, DEFAULT_RECIPE, packed)
-    told = packed.cu_seqlens.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        packed.cu_seqlens.copy_(told)
-        _, *found = ops.quantized_packed(None, k, v, DEFAULT_RECIPE, packed)
-    for to, source in ((k, other_k), (v, other_v), (told, starts)):
-        to.copy_(source)
-    graph.replay()
-    for begin, length, *parts in zip(other.starts(), other.lengths, *map(sequences_of, found), strict=False):
-        span = slice(begin, begin + length)
-        for actual, expected in zip(parts, quantize_kv(k[:, :, span], v[:, :, span], DEFAULT_RECIPE), strict=True):
-            assert_same(actual, expected)
-
-
-STARTS = ((0, 1300, 1330), (0, 5000, 9000), (700, 100, 1330), (-5, 600, -7))
+    assert_lengths_are_the_gpus(gpu, 80, lambda k, v, packed: ops.quantized_packed(None, k, v, DEFAULT_RECIPE, packed)[1:])
 
 
 def read_guarded() -> None:
-    """Whatever the lengths say, nothing behind K and V is read: of starts in order or not, too large or below zero."""
+    """Whatever the lengths say, nothing behind K and V is read."""
     library = emulation.general_quantizer()
     for dtype in general_quantize.DTYPES:
         k, v = (emulation.guarded(x.transpose(1, 2)).transpose(1, 2) for x in Batch((1300, 30), heads=1, dim=40, dtype=dtype).tensors())
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_with", lambda *_: library)
-            for starts, used in (*((x, None) for x in STARTS), (STARTS[0], (9000, -1))):
-                seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
-                run.quantize_any(None, k, v, DEFAULT_RECIPE, H100, Packed(torch.tensor(starts, dtype=torch.int32), seqused, 1330))
+            for packed in wrong_lengths():
+                run.quantize_any(None, k, v, DEFAULT_RECIPE, H100, packed)
 
 
 @pytest.mark.anywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -14,10 +15,9 @@ from emulated import in_another_process
 from fp8attn.call import HALVES
 from fp8attn.cuda import build, quantize, run
 from fp8attn.device import ARCHITECTURES, device_of
-from fp8attn.quantization import TOKEN_CHUNK, quantize_kv, sequences_of
-from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, Packed, Recipe
-from packed_batches import MANY, Batch, assert_each_alone, untouched
-from quantizing import assert_same
+from fp8attn.quantization import TOKEN_CHUNK
+from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, Recipe
+from packed_batches import MANY, Batch, assert_each_alone, assert_lengths_are_the_gpus, untouched, wrong_lengths
 
 H100 = ARCHITECTURES[90]
 
@@ -97,37 +97,18 @@ def test_the_gpu_knows_the_lengths(device: torch.device, longest: int | None) ->
     wrong."""
     if quantize.unsupported_config(quantize.OF_PACKED, device_of(device)) is not None:
         pytest.skip("needs sm_90")
-    batch, other = Batch((900, 5, 2000, 0), heads=4, dim=128), Batch((0, 1500, 1, 1404), heads=4, dim=128)
-    (k, v), (other_k, other_v) = batch.tensors(device), other.tensors(device)
-    packed, starts = batch.packed(device), other.packed(device).cu_seqlens
-    run.quantize_packed(k, v, "e4m3", packed, device_of(device), longest)
-    told = packed.cu_seqlens.clone()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        packed.cu_seqlens.copy_(told)
-        found = run.quantize_packed(k, v, "e4m3", packed, device_of(device), longest)
-    for to, source in ((k, other_k), (v, other_v), (told, starts)):
-        to.copy_(source)
-    graph.replay()
-    for begin, length, *parts in zip(other.starts(), other.lengths, *map(sequences_of, found), strict=False):
-        span = slice(begin, begin + length)
-        for actual, expected in zip(parts, quantize_kv(k[:, :, span], v[:, :, span], DEFAULT_RECIPE), strict=True):
-            assert_same(actual, expected)
-
-
-STARTS = ((0, 1300, 1330), (0, 5000, 9000), (700, 100, 1330), (-5, 600, -7))
+    properties = device_of(device)
+    assert_lengths_are_the_gpus(device, 128, lambda k, v, packed: run.quantize_packed(k, v, "e4m3", packed, properties, longest))
 
 
 def read_guarded() -> None:
-    """Whatever the lengths say, nothing behind K and V is read: of starts in order or not, too large or below zero."""
+    """Whatever the lengths say, nothing behind K and V is read."""
     library = emulation.quantizer()
     k, v = (emulation.guarded(x.transpose(1, 2)).transpose(1, 2) for x in Batch((1300, 30), heads=1).tensors())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_with", lambda *_: library)
-        for starts, used in (*((x, None) for x in STARTS), (STARTS[0], (9000, -1))):
-            seqused = None if used is None else torch.tensor(used, dtype=torch.int32)
-            for longest in (None, 600):
-                run.quantize_packed(k, v, "e4m3", Packed(torch.tensor(starts, dtype=torch.int32), seqused, 1330), H100, longest)
+        for packed, longest in itertools.product(wrong_lengths(), (None, 600)):
+            run.quantize_packed(k, v, "e4m3", packed, H100, longest)
 
 
 @pytest.mark.anywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from closeness import on_grid
 from fp8attn.layout import first_unit, padded_length
 from fp8attn.quantization import empty_packed, quantize_kv, sequences_of
-from fp8attn.recipe import SCALE_BLOCK, Packed, ProductType, Quantized, Recipe
+from fp8attn.recipe import DEFAULT_RECIPE, SCALE_BLOCK, Packed, ProductType, Quantized, Recipe
 from quantizing import assert_same
 
 
@@ -64,11 +65,14 @@ class Batch:
         return Packed(starts, used, self.starts()[-1] + self.behind)
 
 
+Results = tuple[Quantized, Quantized]
+"""Quantized K and V."""
+
 UNTOUCHED = 0x55
 """Bytes of results before they are written."""
 
 
-def untouched(*arguments: Any) -> tuple[Quantized, Quantized]:
+def untouched(*arguments: Any) -> Results:
     """quantization.empty_packed, of memory that was used before."""
     results = empty_packed(*arguments)
     for x in results:
@@ -78,13 +82,18 @@ def untouched(*arguments: Any) -> tuple[Quantized, Quantized]:
     return results
 
 
-def assert_each_alone(batch: Batch, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, found: tuple[Quantized, Quantized]) -> None:
+def assert_each_alone(batch: Batch, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, found: Results) -> None:
     """Each sequence has the bytes that it has alone, and no page of no sequence was written: results were `untouched`."""
     columns = found[1].data.view(torch.uint8).clone()
     for i, (begin, length) in enumerate(zip(batch.starts(), batch.lengths, strict=False)):
         first = SCALE_BLOCK * first_unit(begin, i, SCALE_BLOCK)
         columns[..., first : first + padded_length(length)] = UNTOUCHED
     assert (columns == UNTOUCHED).all(), "other pages differ"
+    assert_bytes_alone(batch, k, v, recipe, found)
+
+
+def assert_bytes_alone(batch: Batch, k: torch.Tensor, v: torch.Tensor, recipe: Recipe, found: Results) -> None:
+    """Each sequence has the bytes that it has alone."""
     keys, values = map(sequences_of, found)
     for length in {*batch.lengths}:
         same = [i for i, other in enumerate(batch.lengths) if other == length]
@@ -95,6 +104,30 @@ def assert_each_alone(batch: Batch, k: torch.Tensor, v: torch.Tensor, recipe: Re
             for actual, x in zip((keys[i], values[i]), expected, strict=True):
                 own = slice(n, n + 1)
                 assert_same(actual, replace(x, data=x.data[own], scale=x.scale[own], mean=None if x.mean is None else x.mean[own]))
+
+
+def assert_lengths_are_the_gpus(device: torch.device, dim: int, quantized: Callable[[torch.Tensor, torch.Tensor, Packed], Results]) -> None:
+    """A graph is replayed with other lengths, that a kernel right before writes."""
+    batch, other = Batch((900, 5, 2000, 0), heads=4, dim=dim), Batch((0, 1500, 1, 1404), heads=4, dim=dim)
+    (k, v), (other_k, other_v) = batch.tensors(device), other.tensors(device)
+    packed, starts = batch.packed(device), other.packed(device).cu_seqlens
+    quantized(k, v, packed)
+    told = packed.cu_seqlens.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        packed.cu_seqlens.copy_(told)
+        found = quantized(k, v, packed)
+    for to, source in ((k, other_k), (v, other_v), (told, starts)):
+        to.copy_(source)
+    graph.replay()
+    assert_bytes_alone(other, k, v, DEFAULT_RECIPE, found)
+
+
+def wrong_lengths() -> Iterator[Packed]:
+    """Of two sequences of 1,330 tokens: starts that are in order or not, too large or below zero, and such lengths."""
+    starts = ((0, 1300, 1330), (0, 5000, 9000), (700, 100, 1330), (-5, 600, -7))
+    for of_one, used in (*((x, None) for x in starts), (starts[0], (9000, -1))):
+        yield Packed(torch.tensor(of_one, dtype=torch.int32), None if used is None else torch.tensor(used, dtype=torch.int32), 1330)
 
 
 MANY = (

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import re
 import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +32,9 @@ from fp8attn.recipe import Packed
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
+
+PLANS = itertools.count(1 << 40)
+"""Numbers of plans, which no two tests share."""
 
 pytestmark = [pytest.mark.anywhere, emulation.emulates]
 
@@ -152,6 +158,29 @@ class Told:
         self.operator.default(*arguments)
 
 
+def recorded_general_params(recorder: Recorder) -> tuple[int, emulation.GeneralQuantizeParams]:
+    """CTAs and parameters of the general quantizer's last launch."""
+    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
+    ctas = recorder.library.recorded_general_quantize(buffer)
+    return ctas, emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
+
+
+def general_params(
+    recorder: Recorder, operands: Sequence[torch.Tensor | None], recipe: fp8attn.Recipe, packed: Packed | None = None
+) -> emulation.GeneralQuantizeParams:
+    """The parameters that the binding makes, which are as described but for `measured`, which it allocates."""
+    told = Told(recorder, "quantize_general", "record_general_quantize")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: told.library)
+        run.quantize_any(*operands, recipe, H100, packed)
+    ctas, found = recorded_general_params(recorder)
+    assert ctas == told.arguments[1] == general_quantize.ctas_of(*operands, packed)
+    measured, found.measured = found.measured, None
+    assert bytes(found) == bytes(emulation.general_quantize_params(*told.arguments[2:], None))
+    found.measured = measured
+    return found
+
+
 @pytest.mark.parametrize("given", ("qkv", "kv", "q"))
 @pytest.mark.parametrize("dtype, moved", ((torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 4)))
 def test_params_of_the_general_quantizer_are_as_described(recorder: Recorder, dtype: torch.dtype, moved: int, given: str) -> None:
@@ -159,16 +188,8 @@ def test_params_of_the_general_quantizer_are_as_described(recorder: Recorder, dt
     operands = [x if name in given else None for name, x in zip("qkv", tensors, strict=True)]
     for recipe in (fp8attn.Recipe(), fp8attn.Recipe(q="block", k="token", smooth_k=False, smooth_v=False, rotate=0, qk="int8")):
         assert general_quantize.unsupported_call(*operands, recipe, H100) is None
-        told = Told(recorder, "quantize_general", "record_general_quantize")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "load_with", lambda *_, told=told: told.library)
-            run.quantize_any(*operands, recipe, H100)
-        buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
-        assert recorder.library.recorded_general_quantize(buffer) == told.arguments[1] == general_quantize.ctas_of(*operands)
-        found = emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
+        found = general_params(recorder, operands, recipe)
         assert (found.measured is None) == (operands[1] is None)
-        found.measured = None
-        assert bytes(found) == bytes(emulation.general_quantize_params(*told.arguments[2:], None))
 
 
 @pytest.mark.parametrize("has_unused", (False, True))
@@ -176,16 +197,8 @@ def test_params_of_the_general_quantizer_of_packed_sequences_are_as_described(re
     q, k, v = (torch.zeros(1, heads, n, 80, dtype=torch.float16)[..., :dim] for heads, n, dim in ((4, 30, 72), (2, 700, 72), (2, 700, 40)))
     lengths = torch.tensor([0, 600, 700], dtype=torch.int32)
     packed = Packed(lengths, lengths[1:].contiguous() if has_unused else None, 700)
-    told = Told(recorder, "quantize_general", "record_general_quantize")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_with", lambda *_: told.library)
-        run.quantize_any(q, k, v, fp8attn.Recipe(), H100, packed)
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
-    assert recorder.library.recorded_general_quantize(buffer) == told.arguments[1] == general_quantize.ctas_of(q, k, v, packed)
-    found = emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
+    found = general_params(recorder, [q, k, v], fp8attn.Recipe(), packed)
     assert found.measured is not None and found.cu_seqlens == lengths.data_ptr() and (found.seqused is not None) == has_unused
-    found.measured = None
-    assert bytes(found) == bytes(emulation.general_quantize_params(*told.arguments[2:], None))
 
 
 @pytest.mark.parametrize("dtype, moved", ((torch.bfloat16, 0), (torch.float16, 1), (torch.float32, 4)))
@@ -378,34 +391,36 @@ def test_append_takes_all_that_it_is_told(recorder: Recorder) -> None:
         recorder.operators.append.default(0, 1, [64], [torch.zeros(1)], [], [])
 
 
-def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:
-    """With the addresses of other operands, and of the outputs that it makes."""
-    told = Told(recorder, "quantize_general", "record_general_quantize")
-    names = ("q_data", "q_scale", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")
+def check_general_plan(
+    recorder: Recorder, operands: Callable[[], list[torch.Tensor]], quantized_of: Callable[[Sequence[Any]], list], names: str
+) -> emulation.GeneralQuantizeParams:
+    """The parameters of a plan that is repeated: `names` have the addresses of other operands, and of the outputs that it
+    makes."""
+    told, number = Told(recorder, "quantize_general", "record_general_quantize"), next(PLANS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: told.library)
+        assert recording.record(recorder.operators, {}, number, operands(), quantized_of)
+    given = operands()
+    outputs = recorder.operators.repeat.default(number, given)
+    _, found = recorded_general_params(recorder)
+    for name, x in zip(names.split(), (*given, *outputs), strict=True):
+        assert getattr(found, name) == x.data_ptr(), name
+    assert found.measured is not None
+    return found
 
+
+def test_a_plan_repeats_the_general_quantizer(recorder: Recorder) -> None:
     def quantized_of(inputs) -> list:
         return general_quantize.filled(*run.quantize_any(*inputs, fp8attn.Recipe(), H100))
 
     def operands() -> list[torch.Tensor]:
         return [torch.zeros(2, heads, n, 64) for heads, n in ((4, 30), (2, 700), (2, 700))]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_with", lambda *_: told.library)
-        assert recording.record(recorder.operators, {}, 1 << 40, operands(), quantized_of)
-    given = operands()
-    outputs = recorder.operators.repeat.default(1 << 40, given)
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
-    recorder.library.recorded_general_quantize(buffer)
-    found = emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
-    for name, x in zip(("q", "k", "v", *names), (*given, *outputs), strict=True):
-        assert getattr(found, name) == x.data_ptr(), name
-    assert found.measured is not None and found.q_length == 30
+    found = check_general_plan(recorder, operands, quantized_of, "q k v q_data q_scale k_data k_scale k_mean v_data v_scale v_mean")
+    assert found.q_length == 30
 
 
 def test_a_plan_repeats_the_general_quantizer_of_packed_sequences(recorder: Recorder) -> None:
-    """With the addresses of other lengths."""
-    told = Told(recorder, "quantize_general", "record_general_quantize")
-
     def quantized_of(inputs) -> list:
         k, v, cu_seqlens, seqused = inputs
         return general_quantize.filled(*run.quantize_any(None, k, v, fp8attn.Recipe(), H100, Packed(cu_seqlens, seqused, 700)))[2:]
@@ -413,17 +428,7 @@ def test_a_plan_repeats_the_general_quantizer_of_packed_sequences(recorder: Reco
     def operands() -> list[torch.Tensor]:
         return [*(torch.zeros(1, 2, 700, 72) for _ in range(2)), torch.zeros(3, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "load_with", lambda *_: told.library)
-        assert recording.record(recorder.operators, {}, 1 << 41, operands(), quantized_of)
-    given = operands()
-    outputs = recorder.operators.repeat.default(1 << 41, given)
-    buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.GeneralQuantizeParams))
-    recorder.library.recorded_general_quantize(buffer)
-    found = emulation.GeneralQuantizeParams.from_buffer_copy(buffer)
-    names = ("k", "v", "cu_seqlens", "seqused", "k_data", "k_scale", "k_mean", "v_data", "v_scale", "v_mean")
-    for name, x in zip(names, (*given, *outputs), strict=True):
-        assert getattr(found, name) == x.data_ptr(), name
+    found = check_general_plan(recorder, operands, quantized_of, "k v cu_seqlens seqused k_data k_scale k_mean v_data v_scale v_mean")
     assert found.sequences == 2 and found.tokens == 700
 
 
