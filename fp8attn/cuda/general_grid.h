@@ -26,12 +26,7 @@ struct MeasuredChunk {
 };
 static_assert(sizeof(MeasuredChunk) == MEASURED_CHUNK_BYTES);
 
-// What lies on a page of packed sequences: a sequence, its first token and its tokens, and which of its blocks of
-// SCALE_BLOCK tokens; -1: none.
-struct alignas(16) PackedPage {
-  int sequence, begin, length, block;
-};
-static_assert(sizeof(PackedPage) == PACKED_PAGE_BYTES);
+static_assert(sizeof(PackedUnit) == PACKED_UNIT_BYTES);
 
 // The number of CTAs of each launch, and what a CTA works on.
 struct GeneralGrid {
@@ -79,7 +74,7 @@ struct GeneralGrid {
 };
 
 // What lies on each page of packed sequences.
-__device__ inline PackedPage* pages_of(const GeneralQuantizeParams& p) { return static_cast<PackedPage*>(p.measured); }
+__device__ inline PackedUnit* pages_of(const GeneralQuantizeParams& p) { return static_cast<PackedUnit*>(p.measured); }
 
 // A sequence of K and V: a batch, or one of packed sequences.
 struct KvSequence {
@@ -123,10 +118,10 @@ struct KvBlock {
   __device__ KvBlock(const GeneralQuantizeParams& p, const GeneralGrid& grid, int head_of_all, int block)
       : sequence(head_of_all / p.kv_heads, 0, p.kv_length), head(head_of_all % p.kv_heads), measured_head(head_of_all) {
     if (grid.packed) {
-      const PackedPage page = pages_of(p)[min(block, grid.k_blocks - 1)];
-      sequence = {page.sequence, page.begin, page.block < 0 ? 0 : page.length};
+      const PackedUnit page = pages_of(p)[min(block, grid.k_blocks - 1)];
+      sequence = {page.sequence, page.begin, page.number < 0 ? 0 : page.length};
       measured_head = page.sequence * p.kv_heads + head;
-      block = max(page.block, 0);
+      block = max(page.number, 0);
     }
     first = block * SCALE_BLOCK, count = min(sequence.length - first, SCALE_BLOCK);
   }

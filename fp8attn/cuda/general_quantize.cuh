@@ -156,15 +156,6 @@ struct MeasuredItem {
   }
 };
 
-// Finds what lies on a page. Called by a warp.
-__device__ inline void find_page(const GeneralQuantizeParams& p, int page) {
-  const int number = sequence_at<SCALE_BLOCK>(p.packed, p.packed.sequences, page);
-  const PackedSequence found(p.packed, number);
-  const int block = page - first_place<SCALE_BLOCK>(found.begin, number);
-  const bool exists = block >= 0 && block * SCALE_BLOCK < found.length;
-  if (threadIdx.x % 32 == 0) pages_of(p)[page] = {number, found.begin, found.length, exists ? block : -1};
-}
-
 // CTAs of `general_measure` on one SM, which registers must leave room for. Six spill on other GPUs than Hopper's.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 900
 constexpr int MEASURER_CTAS = 6;
@@ -185,7 +176,9 @@ __global__ void __launch_bounds__(MEASURERS, MEASURER_CTAS) general_measure(cons
   if (int(blockIdx.x) < paging) {
     ptx::launch_dependents();
     const int page = blockIdx.x * MEASURER_WARPS + warp;
-    if (page < grid.k_blocks) find_page(p, page);
+    if (page >= grid.k_blocks) return;
+    const PackedUnit found = packed_unit_at<SCALE_BLOCK>(p.packed, page);
+    if (threadIdx.x % 32 == 0) pages_of(p)[page] = found;
     return;
   }
   const MeasuredItem item = MeasuredItem::at(p, grid, blockIdx.x - paging);

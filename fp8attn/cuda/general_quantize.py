@@ -21,15 +21,13 @@ from ..recipe import E4M3, SCALE_BLOCK, Granularity, Packed, Quantized, Recipe
 from ..rotation import part_of
 from ..schedule import unsupported_size
 from .configs import round_up
+from .quantize import PACKED_UNIT_BYTES
 
 MEASURED_CHANNELS = 32
 """Channels of a token chunk that a CTA measures."""
 
 MEASURED_CHUNK_BYTES = 4 * (3 * MEASURED_CHANNELS + TOKEN_CHUNK // LANES)
 """sizeof(MeasuredChunk): sums, minima and maxima of channels, and a bit for each token."""
-
-PACKED_PAGE_BYTES = 4 * 4
-"""sizeof(PackedPage): which tokens of which packed sequence lie on a page."""
 
 MEASURERS = 128
 """Threads of a CTA that measures."""
@@ -217,7 +215,7 @@ def measuring_ctas(k: torch.Tensor | None, v: torch.Tensor | None, packed: Packe
 def measured_bytes(v: torch.Tensor, packed: Packed | None = None) -> int:
     """Bytes of what one kernel measures of V for the next."""
     pages = 0 if packed is None else _units(v, SCALE_BLOCK, packed)
-    return pages * PACKED_PAGE_BYTES + _measured_chunks(v, packed) * MEASURED_CHUNK_BYTES
+    return pages * PACKED_UNIT_BYTES + _measured_chunks(v, packed) * MEASURED_CHUNK_BYTES
 
 
 def _empty_rows(x: torch.Tensor, granularity: Granularity, recipe: Recipe, mean: torch.Tensor | None) -> Quantized:

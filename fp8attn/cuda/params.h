@@ -170,7 +170,7 @@ struct GeneralQuantizeParams {
   float* v_scale;   // (B, Hkv, Dv)
   float* v_mean;    // (B, Hkv, Dv); or null
   // (B, Hkv, token chunks, channel slices) of MeasuredChunk, which one kernel writes and the next read. Of packed
-  // sequences (pages) of PackedPage, and behind them (places of token chunks, Hkv, channel slices) of MeasuredChunk
+  // sequences (pages) of PackedUnit, and behind them (places of token chunks, Hkv, channel slices) of MeasuredChunk
   void* measured;
 
   int64_t q_strides[3], k_strides[3], v_strides[3], q_data_strides[3], k_data_strides[3], padded;

@@ -42,10 +42,10 @@ MOMENTS = CHANNELS * (4 + 2 + 2)
 NONFINITE = TOKEN_CHUNK // 8
 """Bytes of one bit for each token of a chunk."""
 
-PLACE = 4 * 4
-"""Bytes that say where the tokens of a chunk of packed sequences lie."""
+PACKED_UNIT_BYTES = 4 * 4
+"""sizeof(PackedUnit): what lies at a place of packed sequences."""
 
-CHUNK_STATS_BYTES = MOMENTS + NONFINITE + PLACE
+CHUNK_STATS_BYTES = MOMENTS + NONFINITE + PACKED_UNIT_BYTES
 """sizeof(ChunkStats): what one kernel tells the next of a slice of a token chunk of V."""
 
 

@@ -83,7 +83,7 @@ __device__ void measure_item(const QuantizeParams& p, MomentsStorage& shared, in
   const int chunk = from_last / slices, slice = from_last % slices;
   const auto coord_of_chunk = [&] {
     if constexpr (!PACKED) return ClusterCoord(p, from_last);
-    const int4 place = ClusterCoord::place_at(p, chunk / p.heads);
+    const auto place = packed_unit_at<TOKEN_CHUNK>(p, chunk / p.heads);
     if (threadIdx.x == 0) stats_of_chunk(p, chunk, slice).place = place;
     return ClusterCoord::of_place(p, place, chunk % p.heads, slice);
   };
@@ -189,7 +189,7 @@ __device__ void write_item(const QuantizeParams& p, TileStorage& shared, int n) 
   const int chunk = n / writers_of(slices), slice = is_keys ? 0 : item;
   const auto coord_of_chunk = [&] {
     if constexpr (!PACKED) return ClusterCoord(p, chunk * slices + slice);
-    return ClusterCoord::of_place(p, __ldcg(&stats_of_chunk(p, chunk, slice).place), chunk % p.heads, slice);
+    return ClusterCoord::of_place(p, PackedUnit::load(stats_of_chunk(p, chunk, slice).place), chunk % p.heads, slice);
   };
   const ClusterCoord coord = coord_of_chunk();
   if (PACKED && (!coord.exists() || coord.is_clustered(p))) return;

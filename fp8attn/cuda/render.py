@@ -18,10 +18,10 @@ from .decode import DecodeConfig
 from .decode_tensors import DecodeTensorsConfig
 from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
-from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, PACKED_PAGE_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
+from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
 from .portable import Operands, PortableConfig
 from .prefill import HALF_BLOCK, PrefillConfig
-from .quantize import CHUNK_STATS_BYTES, PORTABLE_CLUSTER, QuantizeConfig
+from .quantize import CHUNK_STATS_BYTES, PACKED_UNIT_BYTES, PORTABLE_CLUSTER, QuantizeConfig
 
 Attending = HopperConfig | PortableConfig | FusedSmallConfig | FusedHeadConfig
 Config = Attending | QuantizeConfig | GeneralQuantizeConfig | UnsmoothLseConfig | DecodeConfig | DecodeTensorsConfig | PrefillConfig | AppendConfig
@@ -75,7 +75,7 @@ CONSTANTS: dict[str, int | float] = {
     "PORTABLE_CLUSTER": PORTABLE_CLUSTER,
     "MEASURED_CHANNELS": MEASURED_CHANNELS,
     "MEASURED_CHUNK_BYTES": MEASURED_CHUNK_BYTES,
-    "PACKED_PAGE_BYTES": PACKED_PAGE_BYTES,
+    "PACKED_UNIT_BYTES": PACKED_UNIT_BYTES,
 }
 """Constants of C++ that Python defines, with the docstrings there: int, or float in float32."""
 

@@ -173,7 +173,7 @@ MUTANTS = {
         "of.first / SCALE_BLOCK),\n          p.k_mean",
     ),
     "columns of sequences": ("general_grid.h", "p.v_data + row * p.padded + slot;", "p.v_data + row * p.padded + token;"),
-    "pages of no sequence": ("general_grid.h", "page.block < 0 ? 0 : page.length", "page.length"),
+    "pages of no sequence": ("general_grid.h", "page.number < 0 ? 0 : page.length", "page.length"),
     "means of sequences": ("general_grid.h", "measured_head = page.sequence * p.kv_heads + head;", ""),
     "a place for each head": ("general_grid.h", "sequence.number)) * p.kv_heads + head;", "sequence.number)) + head;"),
     "tokens of a sequence": ("general_grid.h", "begin = found.begin, length = found.length;", "begin = found.begin, length = p.kv_length - begin;"),

@@ -43,4 +43,25 @@ __device__ int sequence_at(const P& p, int sequences, int place) {
   return first;
 }
 
+// What lies at the place of a unit of packed sequences: a sequence, its first token and its tokens, and which of its
+// units; -1: none.
+struct alignas(16) PackedUnit {
+  int sequence, begin, length, number;
+
+  // From L2, where a grid before has written it.
+  __device__ static PackedUnit load(const PackedUnit& from) {
+    const int4 words = __ldcg(reinterpret_cast<const int4*>(&from));
+    return {words.x, words.y, words.z, words.w};
+  }
+};
+
+// A search. Called by whole warps.
+template <int UNIT, class P>
+__device__ PackedUnit packed_unit_at(const P& p, int place) {
+  const int sequence = sequence_at<UNIT>(p, p.sequences, place);
+  const PackedSequence found(p, sequence);
+  const int number = place - first_place<UNIT>(found.begin, sequence);  // below 0 only if starts aren't in order
+  return {sequence, found.begin, found.length, number >= 0 && number * UNIT < found.length ? number : -1};
+}
+
 }  // namespace fp8attn

@@ -37,7 +37,7 @@ struct Moments {
 struct ChunkStats {
   Moments moments;
   uint4 nonfinite[BLOCKS];
-  int4 place;  // of packed sequences: sequence, its first token and length, and which of its token chunks; -1: none
+  PackedUnit place;  // of packed sequences
 };
 static_assert(sizeof(ChunkStats) == CHUNK_STATS_BYTES);
 
@@ -110,16 +110,8 @@ struct ClusterCoord {
 
   // Of packed sequences: a slice of the token chunk at a place, which may be empty. A kernel before has written
   // `its_place`.
-  __device__ static ClusterCoord of_place(const QuantizeParams& p, int4 its_place, int head, int slice) {
-    return ClusterCoord(p, its_place.x, {its_place.y, its_place.z}, head, slice, its_place.w);
-  }
-
-  // What `of_place` takes of a place: a search.
-  __device__ static int4 place_at(const QuantizeParams& p, int place) {
-    const int sequence = sequence_at<TOKEN_CHUNK>(p, p.sequences, place);
-    const PackedSequence found(p, sequence);
-    const int token_chunk = place - fp8attn::first_place<TOKEN_CHUNK>(found.begin, sequence);  // below 0 only if starts aren't in order
-    return {sequence, found.begin, found.length, token_chunk >= 0 && token_chunk * TOKEN_CHUNK < found.length ? token_chunk : -1};
+  __device__ static ClusterCoord of_place(const QuantizeParams& p, const PackedUnit& its_place, int head, int slice) {
+    return ClusterCoord(p, its_place.sequence, {its_place.begin, its_place.length}, head, slice, its_place.number);
   }
 
   // Of packed sequences: a CTA of the clusters.
