@@ -101,7 +101,7 @@ def rows() -> list[Row]:
         *found,
         Row(
             "Hopper, packed",
-            "`varlen_sdpa` in e4m3 with scales of K per block: " + ", ".join(dict.fromkeys(scores for scores, _ in VARLEN_GROUPS)),
+            "`varlen_sdpa` with scales of K per block: " + ", ".join(dict.fromkeys(scores for scores, *_ in VARLEN_GROUPS)),
             "tiles come from a table, with lengths of their own; the last rows of a sequence are stored one by one",
             hopper_only(*VARLEN_GROUPS.values()),
         ),

@@ -4,6 +4,7 @@ fits."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import astuple, dataclass, replace
 from typing import Literal, NamedTuple, get_args
@@ -358,14 +359,14 @@ VARLEN_TILES: dict[Scores, tuple[tuple[int, int, int], ...]] = {
 """Head dims of K and V and consumers of the instances for packed sequences: those that models have, with the most
 consumers."""
 
-VARLEN_GROUPS: dict[tuple[Scores, bool], tuple[HopperConfig, ...]] = {
-    (scores, fuse_q_quant): tuple(
-        replace(c, varlen=True) for c in GROUPS[scores, False, fuse_q_quant] if not c.general and (c.head_dim, c.value_dim, c.consumers) in tiles
+VARLEN_GROUPS: dict[tuple[Scores, bool, bool], tuple[HopperConfig, ...]] = {
+    (scores, int8, fuse_q_quant): tuple(
+        replace(c, varlen=True) for c in GROUPS[scores, int8, fuse_q_quant] if not c.general and (c.head_dim, c.value_dim, c.consumers) in tiles
     )
     for scores, tiles in VARLEN_TILES.items()
-    for fuse_q_quant in (False, True)
+    for int8, fuse_q_quant in itertools.product((False, True), repeat=2)
 }
-"""Instances for packed sequences by (scores, fuse_q_quant), compiled separately on first use: e4m3."""
+"""Instances for packed sequences by (scores, int8, fuse_q_quant), compiled separately on first use."""
 
 FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
@@ -413,7 +414,7 @@ def scores_of_mask(attn_mask: torch.Tensor | None) -> Scores:
 def instances(scores: Scores, int8: bool, fuse_q_quant: bool, varlen: bool = False) -> tuple[HopperConfig, ...]:
     """All instances of a group, which are compiled together."""
     if varlen:
-        return () if int8 else VARLEN_GROUPS.get((scores, fuse_q_quant), ())
+        return VARLEN_GROUPS.get((scores, int8, fuse_q_quant), ())
     return GROUPS["plain" if scores == "general" else scores, int8, fuse_q_quant]
 
 
@@ -502,7 +503,7 @@ def unsupported_q_quant(
 def _unsupported_kind(of: Kind, device: Device) -> str | None:
     able = _serving(of)
     if not able and of[3]:
-        return "packed sequences are given; the CUDA kernel takes them in e4m3, with one scale per 128 keys and a positive softmax scale"
+        return "packed sequences are given; the CUDA kernel takes them with one scale per 128 keys and a positive softmax scale"
     if not able:
         return f"head dims are {of[-2]} and {of[-1]}; the CUDA kernel has no instance as large for such a query and mask"
     return unsupported_config(able[0], device)

@@ -76,7 +76,7 @@ struct Shape {
   // Whether CTAs may split tiles. Where registers are scarcest, the kernel would spill. With more than 128 channels,
   // int8 spills too, and gains too little to pay for that.
   static constexpr bool stream_k = !skips_blocks && !C.window && !C.varlen && C.consumers < 4 && !(C.int8 && second > 0);
-  static_assert(!C.varlen || (!skips_blocks && !C.int8));
+  static_assert(!C.varlen || !skips_blocks);
   // Whether tensor cores multiply Q by K's mean. Where blocks are skipped, threads do: no warp is idle that could turn
   // the mean back.
   static constexpr bool mean_by_products = C.fuse_q_quant && !skips_blocks;

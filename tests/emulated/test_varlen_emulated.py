@@ -18,7 +18,7 @@ from fp8attn.cuda.configs import VARLEN_GROUPS, HopperConfig
 from fp8attn.device import device_of
 from fp8attn.layout import first_unit, padded_length
 from fp8attn.quantization import quantize_packed
-from fp8attn.recipe import SCALE_BLOCK, Packed
+from fp8attn.recipe import DEFAULT_RECIPE, PRECISE, SCALE_BLOCK, Packed
 from fp8attn.triton import varlen
 from mutants import VARLEN_FUSED_Q_MUTANTS, VARLEN_MUTANTS, WITHOUT_KEYS
 from ragged import TYPICAL, Ragged, alone, same_lse, varlen_call
@@ -44,12 +44,12 @@ def case_of(config: HopperConfig, group: int = 2, **fields) -> Ragged:
     return dataclasses.replace(TYPICAL, lengths=LENGTHS, dim=config.head_dim, value_dim=config.value_dim, kv_heads=1, group=group, **fields)
 
 
-def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32, fuse_q_quant: bool = False) -> Call:
+def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32, fuse_q_quant: bool = False, recipe: Recipe = DEFAULT_RECIPE) -> Call:
     """The call of a case, whose operands the definition has quantized; with `fuse_q_quant` all but q."""
     q, k, v = case.tensors(CPU)
     starts_q, starts_k, used = case.starts(CPU)
-    query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
-    key, value = quantize_packed(*(x.transpose(0, 1)[None] for x in (k, v)), Recipe(), Packed(starts_k, used, k.shape[0]))
+    query = fp8attn.quantize(q, recipe=recipe, cu_seqlens_q=starts_q)
+    key, value = quantize_packed(*(x.transpose(0, 1)[None] for x in (k, v)), recipe, Packed(starts_k, used, k.shape[0]))
     pages = torch.ones(value.data.shape[3] // SCALE_BLOCK, dtype=torch.bool)
     for i, (begin, length) in enumerate(Packed(starts_k, used, k.shape[0]).spans()):
         first = first_unit(begin, i, SCALE_BLOCK)
@@ -57,7 +57,7 @@ def call_of_case(case: Ragged, out_dtype: torch.dtype = torch.float32, fuse_q_qu
     # a quantizer writes nothing to pages without tokens: what was there may be NaN
     value.data.view(torch.uint8)[..., pages.repeat_interleave(SCALE_BLOCK)] = 0x7F
     key.scale[..., pages] = torch.nan
-    call = varlen_call((query, key, value), q, {**case.options(CPU), "recipe": Recipe()})
+    call = varlen_call((query, key, value), q, {**case.options(CPU), "recipe": recipe})
     if fuse_q_quant:
         assert key.mean is not None
         key.mean[[length == 0 for _, length in Packed(starts_k, used, k.shape[0]).spans()]] = torch.nan
@@ -77,7 +77,7 @@ def forward(emulated: Emulated, call: Call, config: HopperConfig) -> tuple[torch
 
 
 def assert_as_alone(packed: Emulated, dense: Emulated, config: HopperConfig, case: Ragged, out_dtype: torch.dtype = torch.float32) -> None:
-    call = call_of_case(case, out_dtype, config.fuse_q_quant)
+    call = call_of_case(case, out_dtype, config.fuse_q_quant, PRECISE if config.int8 else DEFAULT_RECIPE)
     out, lse = forward(packed, call, config)
     written = torch.zeros(out.shape[2], dtype=torch.bool)
     for rows, one in alone(call):
@@ -88,8 +88,8 @@ def assert_as_alone(packed: Emulated, dense: Emulated, config: HopperConfig, cas
     assert (out[:, :, ~written] == 7).all() and (lse[:, :, ~written] == 7).all(), "rows of no sequence were written"
 
 
-def instances_for(name: str, fuse_q_quant: bool = False) -> tuple[HopperConfig, ...]:
-    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window") else "plain", fuse_q_quant]
+def instances_for(name: str, fuse_q_quant: bool = False, int8: bool = False) -> tuple[HopperConfig, ...]:
+    return VARLEN_GROUPS["softcap" if name == "softcap" else "window" if name in ("window", "open window") else "plain", int8, fuse_q_quant]
 
 
 @pytest.fixture(scope="module")
@@ -112,15 +112,26 @@ def test_a_sequence_has_the_output_that_it_has_alone(emulated: Emulated, name: s
 
 
 @pytest.mark.one_in(4)
+@pytest.mark.parametrize(
+    ("name", "config"), [pytest.param(name, config, id=f"{name}-{config.head_dim}") for name in CASES for config in instances_for(name, int8=True)]
+)
+def test_a_sequence_has_the_output_that_it_has_alone_in_int8(emulated: Emulated, name: str, config: HopperConfig) -> None:
+    assert_as_alone(emulated, emulated, config, case_of(config, **CASES[name]))
+    if name == "causal":
+        assert_as_alone(emulated, emulated, config, dataclasses.replace(case_of(config, 5, **CASES[name]), unused=3), torch.bfloat16)
+
+
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", (64, 128, 256))
 @pytest.mark.parametrize("name", CASES)
-def test_queries_that_the_kernel_quantizes(emulated: Emulated, name: str, dim: int) -> None:
+@pytest.mark.parametrize("recipe", (DEFAULT_RECIPE, PRECISE), ids=("e4m3", "int8"))
+def test_queries_that_the_kernel_quantizes(emulated: Emulated, recipe: Recipe, name: str, dim: int) -> None:
     """The bits of the sequence alone, and those of queries that were quantized before, but for what K's mean adds."""
-    config = next(c for c in instances_for(name, True) if c.head_dim == dim)
+    config = next(c for c in instances_for(name, True, recipe == PRECISE) if c.head_dim == dim)
     case = case_of(config, **CASES[name], dtype=torch.bfloat16)
     assert_as_alone(emulated, emulated, config, case)
-    out, lse = forward(emulated, call_of_case(case, fuse_q_quant=True), config)
-    call = call_of_case(case)
+    out, lse = forward(emulated, call_of_case(case, fuse_q_quant=True, recipe=recipe), config)
+    call = call_of_case(case, recipe=recipe)
     expected, expected_lse = forward(emulated, call, dataclasses.replace(config, fuse_q_quant=False))
     if call.mean_scores is None:
         assert torch.equal(out, expected)
@@ -158,7 +169,7 @@ def test_a_mean_of_the_tile_before_is_seen() -> None:
 def assert_all_as_alone(packed: Emulated, dense: Emulated) -> None:
     """Of 128 channels, whose output takes several boxes: causal and not, and groups of heads that come one after the
     other. As many heads as consumers share keys, more, and fewer."""
-    config = next(c for c in VARLEN_GROUPS["plain", False] if c.head_dim == 128)
+    config = next(c for c in VARLEN_GROUPS["plain", False, False] if c.head_dim == 128)
     for is_causal, group in ((False, 3), (True, 4)):
         assert_as_alone(packed, dense, config, case_of(config, group, is_causal=is_causal))
     with pytest.MonkeyPatch.context() as patch:
@@ -197,8 +208,8 @@ def test_values_of_no_sequence_are_not_read(emulated: Emulated) -> None:
 
 
 def test_which_calls_they_take() -> None:
-    """e4m3 with one scale per 128 keys and a positive scale, of any head dim; others say what they take."""
-    config = VARLEN_GROUPS["plain", False][0]
+    """Those with one scale per 128 keys and a positive scale, of any head dim; others say what they take."""
+    config = VARLEN_GROUPS["plain", False, False][0]
     for fields, wanted in ((dict(is_causal=True), "plain"), (dict(window=(5, 0)), "window"), (dict(softcap=3.0), "softcap")):
         call = call_of_case(dataclasses.replace(case_of(config), dim=72, value_dim=40, **fields))
         assert configs.unsupported_call(call, H100) is None and configs.choose(call, H100).scores == wanted

@@ -72,8 +72,8 @@ STACK = {
     HopperConfig(128, 128, 3, 4, 160, False, 0, False, True, True, window=True, softcap=True): 16,
     HopperConfig(128, 128, 3, 4, 160, False, 2, False, window=True): 8,
     HopperConfig(256, 256, 1, 2, 240, False, 2, False, False, True, window=True): 8,
-    **dict(zip(VARLEN, (0, 0, 0, 0, 0, 8, 0, 8, 0, 32, 16, 0), strict=True)),
-    **dict(zip(VARLEN_FUSED_Q, (0, 0, 0, 8, 8, 0, 40, 16, 72), strict=True)),
+    **dict(zip(VARLEN, (0, 0, 0, 0, 0, 8, 0, 16, 0, 0, 8, 0, 8, 0, 24, 0, 48, 8, 32, 16, 0, 32, 16, 16), strict=True)),
+    **dict(zip(VARLEN_FUSED_Q, (0, 0, 0, 80, 56, 40, 8, 8, 0, 80, 80, 64, 40, 16, 72, 224, 48, 40), strict=True)),
 }
 """Bytes of it that an instance has; the others have none."""
 

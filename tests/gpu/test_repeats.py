@@ -125,11 +125,14 @@ PACKED: dict[str, dict[str, Any]] = {
     "longest": dict(max_seqlen_q=2000, max_seqlen_k=2000),
     "Triton": dict(backend="triton", recipe=Recipe(compute="f16"), is_causal=True),
     "no smoothing": dict(recipe=Recipe(smooth_k=False, smooth_v=False), return_lse=True),
+    "int8": dict(recipe=PRECISE, is_causal=True),
+    "int8, soft cap, sinks": dict(recipe=PRECISE, softcap=20.0, has_sinks=True, return_lse=True),
     "float16 of head dim 64": dict(dim=64, dtype=torch.float16),
     "stored": dict(stored=True, is_causal=True),
     "stored, used keys": dict(stored=True, has_used=True),
     "stored, LSE": dict(stored=True, return_lse=True),
     "stored, soft cap": dict(stored=True, softcap=20.0, is_causal=True),
+    "stored, int8": dict(stored=True, recipe=PRECISE, is_causal=True, return_lse=True),
     "stored, sinks": dict(stored=True, has_sinks=True, is_causal=True, return_lse=True),
 }
 """Calls of varlen_sdpa that are repeated."""

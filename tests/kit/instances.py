@@ -17,7 +17,7 @@ QUANTIZED = tuple(config for (_, _, fuse_q_quant), group in GROUPS.items() if no
 
 
 VARLEN, VARLEN_FUSED_Q = (
-    tuple(config for (_, fuses), group in VARLEN_GROUPS.items() if fuses == fused for config in group) for fused in (False, True)
+    tuple(config for (_, _, fuses), group in VARLEN_GROUPS.items() if fuses == fused for config in group) for fused in (False, True)
 )
 
 

@@ -343,13 +343,14 @@ def test_cuda_kernels_say_which_packed_sequences_they_take(device: torch.device)
 @given(case=ragged)
 def test_by_the_cuda_kernel_a_sequence_has_the_output_that_it_has_alone(case: Ragged, device: torch.device) -> None:
     """Bit for bit, by the instance for one sequence."""
-    case, properties = replace(case, qk="e4m3", k_granularity="block", compute="e4m3"), device_of(device)
+    case, properties = replace(case, k_granularity="block", compute="e4m3"), device_of(device)
     if properties.arch // 10 != 9:
         pytest.skip("needs sm_90")
     q, k, v = case.tensors(device)
     cu_seqlens_q, cu_seqlens_k, seqused_k = case.starts(device)
-    quantized = fp8attn.quantize(q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-    call = varlen_call(quantized, q, case.options(device))
+    options = case.options(device)
+    quantized = fp8attn.quantize(q, k, v, recipe=options["recipe"], cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+    call = varlen_call(quantized, q, options)
     config = cuda_run.choose(call, properties)
     assert isinstance(config, HopperInstance) and config.varlen
     out, lse = cuda_run.forward(call, properties, config, tile_table=varlen.table_of(call, ROWS, properties, config.consumers))

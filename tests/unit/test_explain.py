@@ -206,12 +206,12 @@ def test_a_packed_call_runs_its_plan(name: str, backend: str, launches: Launches
     arguments, options = (q, k, v, LENGTHS, LENGTHS), PACKED[name] | {"backend": backend}
     plan = plan_or_refusal(fp8attn.explain_varlen, *arguments, **options)
     assert_explained(launches, plan, lambda: fp8attn.varlen_sdpa(*arguments, **options))
-    on_cuda = name in ("e4m3", "window", "soft cap") and backend != "triton"
-    if on_cuda:
-        assert isinstance(plan, Plan) and plan.config in configs.VARLEN_GROUPS[{"e4m3": "plain", "window": "window"}.get(name, "softcap"), True]
+    groups = {"e4m3": ("plain", False, True), "window": ("window", False, True), "soft cap": ("softcap", False, True), "int8": ("plain", True, True)}
+    if name in groups and backend != "triton":
+        assert isinstance(plan, Plan) and plan.config in configs.VARLEN_GROUPS[groups[name]]
     else:
         words = plan if isinstance(plan, str) else "\n".join(plan.because)
-        assert backend == "triton" or "cuda: packed sequences are given; the CUDA kernel takes them in e4m3" in words
+        assert backend == "triton" or "cuda: packed sequences are given; the CUDA kernel takes them with one scale" in words
 
 
 @pytest.mark.parametrize("backend", ("auto", "cuda", "triton"))
