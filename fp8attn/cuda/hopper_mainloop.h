@@ -44,15 +44,21 @@ __device__ void issue_qk(typename Shape<C>::Score (&s)[KEYS / 2], SharedStorage<
   ptx::wgmma_commit();
 }
 
-// Sums of P become NaN in rows that see a nonfinite int8 key of block n. Without masks these are the rows that see the
-// first such key.
-template <int M, int FIRST, int SECOND>
-__device__ void nan_rows_of_nonfinite_keys(const Params& p, const WarpgroupTile& wg_tile, int n, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
-  const int nonfinite = first_nonfinite_key(p, wg_tile.tile, n * KEYS);
+// Bits of the first keys of 32.
+__device__ inline uint32_t first_bits(int keys) { return keys < 32 ? (1u << max(keys, 0)) - 1 : ~0u; }
+
+// Sums of P become NaN in rows that see a nonfinite int8 key of a block. Its keys are `k` in shared memory, and their
+// numbers start at `start`. A row sees the keys from row_begin(row) to row_end[row]. Called by whole warps.
+template <int PANEL, typename RowBegin, int M, int FIRST, int SECOND>
+__device__ void nan_rows_of_nonfinite_keys(const uint8_t* k, int start, RowBegin&& row_begin, const int (&row_end)[M], Fragment f, float (&o)[FIRST], float (&o_second)[SECOND]) {
+#pragma unroll 1
+  for (int i = 0; i < KEYS; i += 32) {
+    const uint32_t nonfinite = __ballot_sync(~0u, k[ptx::swizzled<PANEL>(i + int(threadIdx.x) % 32, 0)] == INT8_NAN);
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (nonfinite >= row_end[f.row + 8 * r]) continue;
-    row_sum(o, o_second, r) = NAN;
+    for (int r = 0; r < 2; ++r) {
+      const int row = f.row + 8 * r;
+      if (nonfinite & first_bits(row_end[row] - start - i) & ~first_bits(row_begin(row) - start - i)) row_sum(o, o_second, r) = NAN;
+    }
   }
 }
 
@@ -235,14 +241,15 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
         free_keys();
       }
     };
+    const auto row_begin = [&](int row) { return C.window ? visible.begin(wg_tile.first_row() + row) : 0; };
     const auto hide_first_keys = [&](float (&s)[KEYS / 2], int n) {
       if constexpr (C.window) {
-        if (n < wg_tile.edge) hide_before(s, [&](int row) { return visible.begin(wg_tile.first_row() + row); }, n * KEYS, f);
+        if (n < wg_tile.edge) hide_before(s, row_begin, n * KEYS, f);
       }
     };
     const auto scores_to_p = [&](float (&s)[KEYS / 2], const KvBlock& kv_block, bool use_int_max) {
       const int n = kv_block.index;
-      if (S::nan_by_key && has_nonfinite_key) nan_nonfinite_keys(p, wg_tile.tile, n * KEYS, s, f);
+      if (S::skips_blocks && has_nonfinite_key) nan_nonfinite_keys(p, wg_tile.tile, n * KEYS, s, f);
       if constexpr (C.general) {
         const auto& keys = shared.side.keys[ring.stage];
         if (by_key) keys.scale_scores(s, f);
@@ -270,7 +277,10 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       if constexpr (S::values_first) ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase);
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
-      if constexpr (!S::skips_blocks) free_keys();
+      if constexpr (!S::skips_blocks) {
+        if (has_nonfinite_key) nan_rows_of_nonfinite_keys<S::panel>(shared.k[ring.stage][0], kv_block.index * KEYS, row_begin, scales.row_end, f, o, o_second);
+        free_keys();
+      }
       if constexpr (C.int8 && C.softcap) {
         float s[KEYS / 2];
         convert(scores, S::start, s);
@@ -283,7 +293,7 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
           return;
         }
         const bool use_int_max = int_max_ok && !S::branches_once;
-        if (S::start > 0 && (use_int_max || softmax.takes_sums(factor)) && !((C.masked || C.window) && has_nonfinite_key)) {
+        if (S::start > 0 && (use_int_max || softmax.takes_sums(factor)) && !(C.masked && has_nonfinite_key)) {
           subnormals_of(scores, s);
           apply_mask(s, kv_block);
           if (kv_block.index >= wg_tile.whole) hide(s, scales.row_end, kv_block.index * KEYS, f);
@@ -293,7 +303,6 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
           convert(scores, S::start, s);
           scores_to_p(s, kv_block, S::start == 0 && int_max_ok);
         }
-        if (!S::nan_by_key && has_nonfinite_key) nan_rows_of_nonfinite_keys(p, wg_tile, kv_block.index, scales.row_end, f, o, o_second);
       } else {
         scores_to_p(scores, kv_block, int_max_ok);
       }

@@ -40,9 +40,6 @@ struct Shape {
   static constexpr bool adds_in_parts = C.int8 && second > 0 && !C.general && !C.masked;
   static constexpr int threads = 128 * (C.consumers + 1);
   static constexpr bool skips_blocks = C.general || C.masked;  // those blocks alone in which a mask shows something
-  // Whether int8's nonfinite keys are marked in the scores. Otherwise a row sees all keys of a block up to its last
-  // one, and sums of P become NaN if the first nonfinite key is among them.
-  static constexpr bool nan_by_key = skips_blocks || C.window;
   // Whether exceptional blocks take a path of their own, so that all other blocks meet a single branch. This saves 1 to
   // 3 % of int8's time at 128 channels, where int8 has more branches than e4m3. It saves nothing at 64 channels, and
   // makes e4m3 2 to 4 % slower.

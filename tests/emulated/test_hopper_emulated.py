@@ -383,8 +383,9 @@ TIMING_MUTANTS = {
     "keys freed while scores are made": (
         "64, overlap",
         "hopper_mainloop.h",
-        "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::skips_blocks) free_keys();",
-        "if constexpr (!S::skips_blocks) free_keys();\n      ptx::wgmma_wait<0>();",
+        "ptx::wgmma_wait<0>();\n      ptx::wgmma_touch(scores);\n      if constexpr (!S::skips_blocks) {\n",
+        "if constexpr (!S::skips_blocks) free_keys();\n      ptx::wgmma_wait<0>();\n"
+        "      if constexpr (!S::skips_blocks) {\n        const auto free_keys = [] {};\n",
     ),
     "outputs read while they are made": (
         "64, overlap",
@@ -476,7 +477,31 @@ WIDE_MUTANTS = {
 """The same of int8 with more than 128 channels, whose products with V come in parts and whose ordinary blocks have a way of their own."""
 
 
+NONFINITE_MUTANTS = {
+    "keys before the window": ("int8 window 128", "hopper_mainloop.h", "& ~first_bits(row_begin(row) - start - i)", ""),
+    "a window's first key": ("int8 window 128", "hopper_mainloop.h", "row_begin(row) - start - i)", "row_begin(row) - start - i + 1)"),
+    "the first 32 keys of a block": (
+        "int8 192",
+        "hopper_mainloop.h",
+        "swizzled<PANEL>(i + int(threadIdx.x) % 32, 0)",
+        "swizzled<PANEL>(int(threadIdx.x) % 32, 0)",
+    ),
+    "soft-capped rows": ("int8 softcap 128", "hopper_mainloop.h", "if (has_nonfinite_key) nan_rows", "if (!C.softcap && has_nonfinite_key) nan_rows"),
+}
+"""The same, of int8 keys that aren't finite."""
+
+
+@pytest.mark.thorough
+@emulation.emulates
+@pytest.mark.parametrize("name", NONFINITE_MUTANTS)
+def test_keys_that_are_not_finite_are_told_from_others(name: str) -> None:
+    kind, *mutation = NONFINITE_MUTANTS[name]
+    with pytest.raises(AssertionError):
+        assert_nan_is_told(broken(CHECKED[kind], *mutation), CHECKED[kind])
+
+
 def test_mutants_change_what_is_there() -> None:
+    emulation.assert_anchored((file, right, wrong) for _, file, right, wrong in NONFINITE_MUTANTS.values())
     emulation.assert_anchored((file, right, wrong) for _, file, right, wrong in (TIMING_MUTANTS | WIDE_MUTANTS).values())
     emulation.assert_anchored(READY_MUTANTS.values())
 

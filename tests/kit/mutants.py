@@ -143,8 +143,8 @@ INT8_MUTANTS = {
     "a largest sum below the start": ("tile/subnormal_softmax.h", "shfl_xor_sync(~0u, largest, 2), least)", "shfl_xor_sync(~0u, largest, 2), 0)"),
     "a sum that isn't its row's": ("tile/subnormal_softmax.h", "peak[r] = __int_as_float(top);", "peak[r] = __int_as_float(top - 4096);"),
     "a mark taken for a sign": ("hopper_mainloop.h", "C.int8 ? fabsf(k_scale) : k_scale", "k_scale"),
-    "keys that aren't finite forgotten": ("hopper_mainloop.h", "if (nonfinite >= row_end[f.row + 8 * r]) continue;", "continue;"),
-    "the key before": ("tile/nonfinite.h", "return start + i + __ffs(nonfinite) - 1;", "return start + i + __ffs(nonfinite) - 2;"),
+    "keys that aren't finite forgotten": ("hopper_mainloop.h", "row_sum(o, o_second, r) = NAN;", ";"),
+    "the key before": ("hopper_mainloop.h", "first_bits(row_end[row] - start - i) &", "first_bits(row_end[row] - start - i + 1) &"),
     "queries that aren't finite forgotten": ("hopper_mainloop.h", "r), nonfinite[r]);", "r), false);"),
 }
 """Mutants of the Hopper kernel for int8."""

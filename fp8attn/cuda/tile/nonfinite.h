@@ -7,18 +7,6 @@
 
 namespace fp8attn {
 
-// The first non-finite int8 key of the block that starts at `start`; kv_length if all are finite.
-__device__ inline int first_nonfinite_key(const Params& p, const Tile& tile, int start) {
-  const uint8_t* k = p.k + tile.batch * p.k_strides[0] + tile.kv_head * p.k_strides[1];
-#pragma unroll 1
-  for (int i = 0; i < KEYS; i += 32) {
-    const int key = start + i + int(threadIdx.x) % 32;
-    const uint32_t nonfinite = __ballot_sync(~0u, key < p.kv_length && k[key * p.k_strides[2]] == INT8_NAN);
-    if (nonfinite != 0) return start + i + __ffs(nonfinite) - 1;
-  }
-  return p.kv_length;
-}
-
 // Scores of non-finite int8 keys become NaN. The first key is `start`.
 template <int N>
 __device__ void nan_nonfinite_keys(const Params& p, const Tile& tile, int start, float (&s)[N], Fragment f) {
