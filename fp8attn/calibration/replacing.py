@@ -168,7 +168,8 @@ def _copied(recipe: Recipe | None) -> Recipe | None:
 def by_fp8attn(a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
     """A model's call, by fp8attn.sdpa."""
     return sdpa(
-        a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe, backend=backend
+        a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, window=a.window, softcap=a.softcap, sinks=a.sinks,
+        recipe=recipe, backend=backend,
     )  # fmt: skip
 
 
@@ -179,7 +180,12 @@ def refusal(a: Arguments, recipe: Recipe) -> str | None:
     """
     a = as_cast(a)
     try:
-        check(Arguments(a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe))
+        check(
+            Arguments(
+                a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, window=a.window, softcap=a.softcap,
+                sinks=a.sinks, recipe=recipe,
+            )
+        )  # fmt: skip
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return None

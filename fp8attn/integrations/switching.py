@@ -73,13 +73,13 @@ class Policy:
         """Why PyTorch computes a call, whatever else it is, or None."""
         return f"fewer than min_keys={self.min_keys} keys" if a.key.shape[2] < self.min_keys else None
 
-    def recipe_for(self, layer: str, attn_mask: object, timestep: float | None = None) -> Recipe | str:
-        """The recipe of a call with such a mask, or the reason why there is none.
+    def recipe_for(self, layer: str, is_masked: bool, timestep: float | None = None) -> Recipe | str:
+        """The recipe of a call with or without a mask, or the reason why there is none.
 
         Args:
+            is_masked: whether keys are hidden otherwise than causally. Windows are masks in calibrations.
             timestep: of a diffusion model, if it is known.
         """
-        is_masked = attn_mask is not None and not is_causal_bias(attn_mask)
         if isinstance(self.recipe, Recipe):
             return self.recipe.of_call(is_masked, True)
         choice = layers_at(self.recipe.by_step, self.recipe.layers, timestep).get(layer)
@@ -170,11 +170,12 @@ def attempted(
         timestep: of a diffusion model, if it is known.
     """
     reason: str | None = policy.reason_for_pytorch(a)
-    recipe = reason if reason is not None else policy.recipe_for(layer, a.attn_mask, timestep)
+    is_masked = a.window is not None or (a.attn_mask is not None and not is_causal_bias(a.attn_mask))
+    recipe = reason if reason is not None else policy.recipe_for(layer, is_masked, timestep)
     if isinstance(recipe, str):
         reason = recipe
     else:
-        recipe = recipe.of_call(False, a.is_causal or is_causal_bias(a.attn_mask))
+        recipe = recipe.of_call(a.softcap != 0 or a.sinks is not None, a.is_causal or is_causal_bias(a.attn_mask))
         if torch.compiler.is_compiling():
             reason = refusal(a, recipe)
         if reason is None:

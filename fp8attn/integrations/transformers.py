@@ -19,17 +19,20 @@ import torch
 from ..api import varlen_sdpa
 from ..calibration.calibrated import Calibration
 from ..calibration.names import layer_names
-from ..calibration.replacing import by_fp8attn
 from ..recipe import DEFAULT_RECIPE, PRECISE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, unsupported_varlen_recipe
-from .switching import MIN_KEYS, Decode, Policy, Report, attempted, with_lse
+from .switching import MIN_KEYS, Decode, Policy, Report, attempted
 
 OLDEST = "4.54"
 """The first release of transformers with mask functions and `set_attn_implementation`."""
 
 LAYER = "_fp8attn_layer"
 """The attribute of a module that holds its name, where `register` gets the model."""
+
+WINDOW = "_fp8attn_window"
+"""The attribute of a mask that hides what a window hides, and nothing else: the window of `fp8attn.sdpa`. What a model
+makes of the mask doesn't have it."""
 
 
 def register(
@@ -46,10 +49,11 @@ def register(
     If it is registered again, the new registration replaces the old one.
 
     Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention,
-    position biases and learned sinks go to fp8attn. Soft caps go to FlexAttention on a GPU, and to the model's own
-    eager attention for short calls and elsewhere. Other calls that fp8attn doesn't take go to transformers' SDPA. The
-    report counts them. Packed batches, with cu_seq_lens_q and cu_seq_lens_k, go to fp8attn.varlen_sdpa with all of
-    these: no mask of all tokens by all tokens is read.
+    position biases, learned sinks and soft caps go to fp8attn. Soft caps beside padding go to FlexAttention on a GPU,
+    and short calls with soft caps or sinks to the model's own eager attention. Other calls that fp8attn doesn't take go
+    to transformers' SDPA. The report counts them. Windows without padding are windows of `fp8attn.sdpa`, outside of
+    graphs of torch.compile: their masks aren't read. Packed batches, with cu_seq_lens_q and cu_seq_lens_k, go to
+    fp8attn.varlen_sdpa with all of these: no mask of all tokens by all tokens is read.
 
     Args:
         name: that `attn_implementation` takes.
@@ -85,8 +89,30 @@ def register(
         return implementation(_Call(module, query, key, value, attention_mask, options))
 
     AttentionInterface.register(name, fp8attn_forward)
-    AttentionMaskInterface.register(name, sdpa_mask)
+    AttentionMaskInterface.register(name, functools.partial(_mask_with_window, sdpa_mask))
     return implementation.report
+
+
+def _mask_with_window(sdpa_mask: Callable[..., torch.Tensor | None], *arguments: Any, **options: Any) -> torch.Tensor | None:
+    """The mask that transformers makes for SDPA, with its window where that is all it hides."""
+    width, of_chunks = options.get("local_size"), getattr(options.get("config"), "attention_chunk_size", None) is not None
+    skips = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
+    if width is None or of_chunks or not skips or torch.compiler.is_compiling():
+        return sdpa_mask(*arguments, **options)
+    without = sdpa_mask(*arguments, **options | {"local_size": None})
+    if without is not None:
+        return without  # padding, or another cache: local_size says no more than when there is no mask
+    mask = sdpa_mask(*arguments, **options)
+    if mask is not None and 1 < mask.shape[2] <= mask.shape[3]:
+        setattr(mask, WINDOW, _window_of(options["mask_function"], width))
+    return mask
+
+
+def _window_of(mask_function: Callable[..., torch.Tensor], width: int) -> Window:
+    """The window of a mask function, which a row in the middle shows. It is no wider than `width`."""
+    zero = torch.zeros((), dtype=torch.int64)
+    shown = mask_function(zero, zero, torch.tensor(width), torch.arange(2 * width + 1)).nonzero()
+    return width - int(shown[0]), int(shown[-1]) - width
 
 
 Answer = tuple[torch.Tensor, torch.Tensor | None]
@@ -126,6 +152,15 @@ class _Call:
         given = self.options.get("is_causal")
         causal = getattr(self.module, "is_causal", True) if given is None else given
         return bool(self.query.shape[2] > 1 and self.attention_mask is None and causal)
+
+    @property
+    def window(self) -> Window | None:
+        """The window that is all that the mask hides, or None. torch.compile knows no attributes of tensors."""
+        mask = self.attention_mask
+        if mask is None or torch.compiler.is_compiling() or self.options.get("position_bias") is not None:
+            return None
+        fits = mask.dim() == 4 and mask.shape[2:] == (self.query.shape[2], self.key.shape[2])
+        return getattr(mask, WINDOW, None) if fits else None
 
     @property
     def packing(self) -> _Packing | None:
@@ -191,44 +226,42 @@ class _Implementation:
             out = attempted(self.policy, self.report, layer, packed, functools.partial(packing.attend, options))
             if out is not None:
                 return out.transpose(1, 2).contiguous(), None
-        if options.get("softcap") is not None:
-            return self.with_soft_cap(layer, call)
+        mask, window, softcap, sinks = call.attention_mask, call.window, options.get("softcap") or 0.0, options.get("s_aux")
+        if window is not None:
+            mask, causal = None, window[1] == 0
+        if softcap and (mask is not None or options.get("position_bias") is not None):
+            return self.with_soft_cap(layer, call, "a soft cap beside a mask")
         if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
-        mask, sinks = call.attention_mask, options.get("s_aux")
         if options.get("position_bias") is not None:
             mask, causal = _biased(options["position_bias"], mask, causal, key.shape[2]), False
         arguments = Arguments(
             query, key, value, mask, options.get("dropout", 0.0), causal, options.get("scaling"), query.shape[1] != key.shape[1],
+            window=window, softcap=softcap, sinks=None if sinks is None else sinks.float(),
             recipe=DEFAULT_RECIPE,  # torch.compile can't trace this default
         )  # fmt: skip
-        compute = by_fp8attn if sinks is None else functools.partial(_with_sinks, sinks)
-        out = attempted(self.policy, self.report, layer, arguments, compute)
+        out = attempted(self.policy, self.report, layer, arguments)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
-        return call.by(self.by_sdpa, call.attention_mask) if sinks is None else _eager(call)  # SDPA has no sinks
+        if sinks is not None or softcap:
+            return _eager(call)  # SDPA has neither
+        return call.by(self.by_sdpa, call.attention_mask)
 
     def packs(self, layer: str) -> bool:
         """Whether a layer's recipe is made for packed sequences."""
-        recipe = self.policy.recipe_for(layer, None)
+        recipe = self.policy.recipe_for(layer, False)
         return isinstance(recipe, Recipe) and unsupported_varlen_recipe(recipe) is None
 
-    def with_soft_cap(self, layer: str, call: _Call) -> Answer:
-        """A call whose scores are capped, which fp8attn's kernels don't do."""
+    def with_soft_cap(self, layer: str, call: _Call, what: str) -> Answer:
+        """A call with a soft cap and a mask. Only Triton takes both, in 1.1 to 1.6 times FlexAttention's time."""
         long = call.query.shape[2] > 1 and call.key.shape[2] >= self.policy.min_keys
         if long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None:
             from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
-            self.report.count(layer, "a soft cap: FlexAttention")
+            self.report.count(layer, f"{what}: FlexAttention")
             return _flex(call, functools.partial(compile_friendly_flex_attention, training=call.module.training))
-        self.report.count(layer, "a soft cap: the model's own eager attention")
+        self.report.count(layer, f"{what}: the model's own eager attention")
         return _eager(call)
-
-
-def _with_sinks(sinks: torch.Tensor, a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
-    """Attention with a learned sink of each head (Hq,): the score of a further key, which has no value."""
-    out, lse = with_lse(a, recipe, backend)
-    return (out * torch.sigmoid(lse - sinks.float().view(1, -1, 1)).unsqueeze(-1)).to(out.dtype)
 
 
 def _biased(position_bias: torch.Tensor, attention_mask: torch.Tensor | None, causal: bool, keys: int) -> torch.Tensor:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from torch import nn
 
 import fp8attn
 from fp8attn import Recipe, integrations
+from fp8attn.calibration import replacing
 from fp8attn.integrations.switching import MIN_KEYS, Policy, Report
-from models import DECODERS, decoder, encoder, prompt, transformer_of
+from models import DECODERS, SIZES, decoder, encoder, prompt, transformer_of
 
 EXACT = dict(min_keys=0, decode="fp8attn", backend="reference")
 """Every call by fp8attn, exactly."""
@@ -26,7 +29,7 @@ MODELLED = dict(min_keys=0, decode="fp8attn", backend="modelled")
 """Every call with the numerics of the FP8 kernels."""
 
 CAPPED = ("Gemma2",)
-"""Models with a soft cap, which fp8attn doesn't have."""
+"""Models with a soft cap, which stay eager beside padding on a CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -73,14 +76,81 @@ def test_language_models_switch_over(transformers: ModuleType, kind: str, padded
     report = integrations.transformers.register("fp8attn_exact", **EXACT)
     assert error(logits(model, "fp8attn_exact", padded), expected) < 2e-5
     layers = {f"{kind.removesuffix('Text')}Attention {i}" for i in range(2)}
-    if kind in CAPPED:
+    stays = kind in CAPPED and padded
+    if stays:
         assert not report.replaced and report.fallbacks.keys() == layers
         assert all("eager" in reason for reasons in report.fallbacks.values() for reason in reasons)
     else:
         assert report.replaced == dict.fromkeys(layers, 1) and not report.fallbacks
     integrations.transformers.register("fp8attn_modelled", **MODELLED)
     found = error(logits(model, "fp8attn_modelled", padded), expected)
-    assert found < 2e-5 if kind in CAPPED else 1e-4 < found < 0.2
+    assert found < 2e-5 if stays else 1e-4 < found < 0.2
+
+
+def recorded_calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of the calls of `fp8attn.sdpa` from now on, by their names."""
+    given: list[dict[str, Any]] = []
+    original = replacing.sdpa
+
+    def sdpa(*arguments: Any, **options: Any) -> Any:
+        given.append(inspect.signature(original).bind(*arguments, **options).arguments)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(replacing, "sdpa", sdpa)
+    return given
+
+
+def test_windows_caps_and_sinks_are_those_of_kernels(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without padding no mask is read: `fp8attn.sdpa` gets the window, the soft cap and the sinks."""
+    given = recorded_calls(monkeypatch)
+    integrations.transformers.register("fp8attn_exact", **EXACT)
+    for kind, windows in (("Mistral", [(3, 0)] * 2), ("Gemma3Text", [(3, 0), None]), ("Gemma2", [(3, 0), None]), ("GptOss", [(3, 0), None])):
+        model = decoder(transformers, kind)
+        given.clear()
+        logits(model, "fp8attn_exact", padded=False)
+        assert [call["window"] for call in given] == windows, kind
+        assert all(call["is_causal"] and call["attn_mask"] is None for call in given), kind
+        assert {call["softcap"] for call in given} == {5.0 if kind == "Gemma2" else 0.0}
+        assert {call["sinks"] is not None for call in given} == {kind == "GptOss"}
+        given.clear()
+        logits(model, "fp8attn_exact", padded=True)
+        assert len(given) == 2 * (kind not in CAPPED) and all(call["attn_mask"] is not None and call["window"] is None for call in given), kind
+
+
+def test_a_window_to_both_sides(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ModernBERT's."""
+    if not hasattr(transformers, "ModernBertConfig"):
+        pytest.skip(f"transformers {transformers.__version__} has no ModernBERT")
+    torch.manual_seed(0)
+    config = transformers.ModernBertConfig(**SIZES, local_attention=6, global_attn_every_n_layers=2, pad_token_id=0)
+    model, ids = transformers.ModernBertModel(config).eval().requires_grad_(False), prompt(30)["input_ids"]
+    model.set_attn_implementation("sdpa")
+    expected = model(input_ids=ids)[0]
+    given = recorded_calls(monkeypatch)
+    integrations.transformers.register("fp8attn_exact", **EXACT)
+    model.set_attn_implementation("fp8attn_exact")
+    assert error(model(input_ids=ids)[0], expected) < 1e-5
+    assert [(call["window"], call["is_causal"], call["attn_mask"]) for call in given] == [(None, False, None), ((3, 3), False, None)]
+
+
+@pytest.mark.parametrize("static", (False, True), ids=("dynamic", "static"))
+def test_windows_beside_a_cache(transformers: ModuleType, static: bool) -> None:
+    """Of chunks behind others, and of a static cache, whose rest is hidden."""
+    model, ids = decoder(transformers, "Mistral"), prompt(12)["input_ids"]
+    integrations.transformers.register("fp8attn_exact", **EXACT)
+    found = []
+    for implementation in ("sdpa", "fp8attn_exact"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=20) if static else transformers.DynamicCache(config=model.config)
+        found.append(torch.cat([model(input_ids=chunk, past_key_values=cache).logits for chunk in ids.split((7, 4, 1), 1)], 1))
+    assert error(found[1], found[0]) < 2e-5
+
+
+def test_calls_with_a_window_that_go_to_pytorch_have_its_mask(transformers: ModuleType) -> None:
+    model = decoder(transformers, "Mistral")
+    expected = logits(model, "sdpa", padded=False)
+    report = integrations.transformers.register("fp8attn_few", min_keys=13, backend="reference")
+    assert torch.equal(logits(model, "fp8attn_few", padded=False), expected) and not report.replaced
 
 
 @pytest.mark.one_in(2)
@@ -461,7 +531,7 @@ def test_comfyui_computes_the_rest(options: dict, reason: str) -> None:
 
 def test_recipes_with_half_precision_keys_take_masks_without_them() -> None:
     policy = Policy(Recipe(recent=128, qk="int8"))
-    assert policy.recipe_for("", None) == Recipe(recent=128, qk="int8") and policy.recipe_for("", torch.ones(2, 2)) == Recipe(qk="int8")
+    assert policy.recipe_for("", False) == Recipe(recent=128, qk="int8") and policy.recipe_for("", True) == Recipe(qk="int8")
     model, (q, k, v) = Attending(), tensors()
     mask = torch.rand(20, 30) > 0.2
     with fp8attn.patch(model, Recipe(recent=128), min_keys=0, backend="modelled"):
