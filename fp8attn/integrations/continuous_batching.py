@@ -28,7 +28,7 @@ from ..recipe import E4M3, PRECISE, Recipe
 from ..reference import Window
 from ..validate import HALVES, Backend, check_recipe, check_scale, unsupported_varlen_recipe
 from .flash_attn import flash_attn_with_kvcache
-from .switching import MIN_KEYS
+from .short_packed import MIN_PACKED_KEYS, by_pytorch, pytorch_takes
 
 NAME = "fp8attn_flash2"
 """The attention implementation's name."""
@@ -50,7 +50,7 @@ PAGED = "paged|"
 
 def register(
     recipe: Recipe = PRECISE, *, model: torch.nn.Module | None = None, kv_scales: tuple[float, float] | None = None,
-    min_keys: int = MIN_KEYS, backend: Backend = "auto", name: str = NAME,
+    min_keys: int = MIN_PACKED_KEYS, backend: Backend = "auto", name: str = NAME,
 ) -> None:  # fmt: skip
     """Register fp8attn with transformers as a flash attention, for `generate_batch` and for other calls.
 
@@ -63,7 +63,8 @@ def register(
             such list.
         kv_scales: the engine's blocks are e4m3, and these multipliers restore keys and values: (1.0, 1.0) if nothing is
             known of them. Numbers of more than 448 times a scale saturate. None: blocks have the model's dtype.
-        min_keys: causal sequences with fewer keys are attended to in the model's dtype.
+        min_keys: packed sequences of which none has as many keys are attended to in the model's dtype: on a GPU by
+            PyTorch's `varlen_attn`, unless they have soft caps or sinks; on a CPU by `paged_sdpa` if they are causal.
         backend: of `varlen_sdpa`, and of `paged_sdpa` if it has it.
         name: that `attn_implementation` takes. It must have `flash`, and behind it a 2.
 
@@ -246,8 +247,12 @@ class _Flash:
         _check_dropout(dropout_p)
         sequences, sinks, window = cu_seqlens_q.shape[0] - 1, _sinks(s_aux), _window(window_size, causal)
         # steps would quantize all keys for each token
-        is_step = max_seqlen_q <= MOST_STEP or q.shape[0] <= max(2 * sequences, PADDED_STEP) or max_seqlen_k < self.min_keys
-        if is_step and causal and k.dtype in HALVES and self.backend != "reference":
+        is_step = max_seqlen_q <= MOST_STEP or q.shape[0] <= max(2 * sequences, PADDED_STEP)
+        is_short = max_seqlen_k < self.min_keys and self.backend != "reference"
+        if is_short and not (is_step and causal) and pytorch_takes(q, k, v, softcap, sinks):
+            visible = window or ((-1, 0) if causal else UNLIMITED)
+            return by_pytorch(q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), visible, softmax_scale)
+        if (is_step or (is_short and not q.is_cuda)) and causal and k.dtype in HALVES and self.backend != "reference":
             # one slot is a page: sequences begin at any token
             starts = cu_seqlens_k[:-1]
             table = starts.unsqueeze(1) + torch.arange(max_seqlen_k, dtype=torch.int32, device=q.device)

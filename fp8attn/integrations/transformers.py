@@ -22,6 +22,7 @@ from ..calibration.names import layer_names
 from ..recipe import DEFAULT_RECIPE, PRECISE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, unsupported_varlen_recipe
+from .short_packed import MIN_PACKED_KEYS, by_pytorch, pytorch_takes
 from .switching import MIN_KEYS, Decode, Policy, Report, attempted
 
 OLDEST = "4.54"
@@ -53,7 +54,8 @@ def register(
     and short calls with soft caps or sinks to the model's own eager attention. Other calls that fp8attn doesn't take go
     to transformers' SDPA. The report counts them. Windows without padding are windows of `fp8attn.sdpa`, outside of
     graphs of torch.compile: their masks aren't read. Packed batches, with cu_seq_lens_q and cu_seq_lens_k, go to
-    fp8attn.varlen_sdpa with all of these: no mask of all tokens by all tokens is read.
+    fp8attn.varlen_sdpa with all of these: no mask of all tokens by all tokens is read. On a GPU, PyTorch's varlen_attn
+    computes those of which no sequence has 512 keys, without soft cap and sinks.
 
     Args:
         name: that `attn_implementation` takes.
@@ -194,6 +196,17 @@ class _Packing:
     is_causal: bool
     window: Window | None
 
+    def attend_if_short(self, call: _Call, min_keys: int) -> torch.Tensor | None:
+        """Attention (1, T, Hq, D) in the model's dtype, if no sequence has so many keys and PyTorch takes the call."""
+        options, longest_q, longest_k = call.options, self.max_seqlen_q, self.max_seqlen_k
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
+        is_short = longest_q is not None and longest_k is not None and longest_k < min_keys
+        if not is_short or options.get("dropout") or not pytorch_takes(q, k, v, options.get("softcap") or 0.0, options.get("s_aux")):
+            return None
+        assert longest_q is not None and longest_k is not None
+        window = self.window or ((-1, 0) if self.is_causal else (-1, -1))
+        return by_pytorch(q, k, v, self.cu_seqlens_q, self.cu_seqlens_k, (longest_q, longest_k), window, options.get("scaling")).unsqueeze(0)
+
     def attend(self, options: dict[str, Any], a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
         """Attention (1, Hq, T, Dv) of a call of the batch with `options` of transformers."""
         sinks = options.get("s_aux")
@@ -219,6 +232,10 @@ class _Implementation:
         layer = "" if torch.compiler.is_compiling() and not self.policy.needs_names else call.layer
         query, key, value, options, causal = call.query, call.key, call.value, call.options, call.is_causal
         packing = call.packing
+        short = None if packing is None else packing.attend_if_short(call, min(self.policy.min_keys, MIN_PACKED_KEYS))
+        if short is not None:
+            self.report.count(layer, f"packed sequences of fewer than {MIN_PACKED_KEYS} keys: PyTorch's varlen_attn")
+            return short, None
         if packing is not None and self.packs(layer):
             packed = Arguments(
                 query, key, value, None, options.get("dropout", 0.0), False, options.get("scaling"), True, recipe=DEFAULT_RECIPE
