@@ -153,10 +153,11 @@ def test_calls_with_a_window_that_go_to_pytorch_have_its_mask(transformers: Modu
     assert torch.equal(logits(model, "fp8attn_few", padded=False), expected) and not report.replaced
 
 
+@pytest.mark.parametrize("kind", ("Llama", "Mistral", "Gemma2", "GptOss"))
 @pytest.mark.one_in(2)
-def test_a_switched_model_is_compiled_whole(transformers: ModuleType) -> None:
+def test_a_switched_model_is_compiled_whole(transformers: ModuleType, kind: str) -> None:
     """Without a graph break, in as many graphs over lengths as with SDPA; its answers are the eager model's."""
-    model = decoder(transformers, "Llama")
+    model = decoder(transformers, kind)
     integrations.transformers.register("fp8attn_exact", **EXACT)
     graphs: list[str] = []
 
@@ -172,9 +173,11 @@ def test_a_switched_model_is_compiled_whole(transformers: ModuleType) -> None:
             torch.testing.assert_close(compiled(ids), model(input_ids=ids, use_cache=False).logits)
 
     with torch.no_grad():
-        run("sdpa")
         run("fp8attn_exact")
-    assert graphs.count("fp8attn_exact") == graphs.count("sdpa") > 0
+        if kind in ("Llama", "Mistral"):  # SDPA has neither soft caps nor sinks
+            run("sdpa")
+            assert graphs.count("fp8attn_exact") == graphs.count("sdpa")
+    assert graphs
 
 
 @pytest.mark.parametrize("options", ({}, {"cache_implementation": "static"}), ids=("dynamic", "static"))
