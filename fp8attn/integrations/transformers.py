@@ -32,8 +32,8 @@ LAYER = "_fp8attn_layer"
 """The attribute of a module that holds its name, where `register` gets the model."""
 
 WINDOW = "_fp8attn_window"
-"""The attribute of a mask that hides what a window hides, and nothing else: the window of `fp8attn.sdpa`. What a model
-makes of the mask doesn't have it."""
+"""The attribute of a mask that hides what a window hides, and nothing else: the window of `fp8attn.sdpa`, and the
+mask's version. What a model makes of the mask doesn't have it."""
 
 
 def register(
@@ -99,15 +99,22 @@ def _mask_with_window(sdpa_mask: Callable[..., torch.Tensor | None], *arguments:
     """The mask that transformers makes for SDPA, with its window where that is all it hides."""
     width, of_chunks = options.get("local_size"), getattr(options.get("config"), "attention_chunk_size", None) is not None
     skips = options.get("allow_is_causal_skip", True) or options.get("allow_is_bidirectional_skip", False)
-    if width is None or of_chunks or not skips or torch.compiler.is_compiling():
+    function = options.get("mask_function")
+    if width is None or function is None or of_chunks or not skips or torch.compiler.is_compiling():
         return sdpa_mask(*arguments, **options)
-    without = sdpa_mask(*arguments, **options | {"local_size": None})
-    if without is not None:
-        return without  # padding, or another cache: local_size says no more than when there is no mask
+    # without local_size there is no mask if nothing but the window hides keys, and else the same one
+    mask = sdpa_mask(*arguments, **options | {"local_size": None})
+    if mask is not None:
+        return mask
     mask = sdpa_mask(*arguments, **options)
     if mask is not None and 1 < mask.shape[2] <= mask.shape[3]:
-        setattr(mask, WINDOW, _window_of(options["mask_function"], width))
+        setattr(mask, WINDOW, (_window_of(function, width), _version_of(mask)))
     return mask
+
+
+def _version_of(mask: torch.Tensor) -> int | None:
+    """A number that changes when the mask does. Masks that are made in inference mode have none."""
+    return None if mask.is_inference() else mask._version
 
 
 def _window_of(mask_function: Callable[..., torch.Tensor], width: int) -> Window:
@@ -162,7 +169,8 @@ class _Call:
         if mask is None or torch.compiler.is_compiling() or self.options.get("position_bias") is not None:
             return None
         fits = mask.dim() == 4 and mask.shape[2:] == (self.query.shape[2], self.key.shape[2])
-        return getattr(mask, WINDOW, None) if fits else None
+        window, version = getattr(mask, WINDOW, (None, None))
+        return window if fits and version == _version_of(mask) else None
 
     @property
     def packing(self) -> _Packing | None:
@@ -247,7 +255,8 @@ class _Implementation:
         if window is not None:
             mask, causal = None, window[1] == 0
         if softcap and (mask is not None or options.get("position_bias") is not None):
-            return self.with_soft_cap(layer, call, "a soft cap beside a mask")
+            self.report.count(layer, f"a soft cap beside a mask: {self.without_kernel(call)}")
+            return self.with_soft_cap(call)
         if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if options.get("position_bias") is not None:
@@ -260,25 +269,32 @@ class _Implementation:
         out = attempted(self.policy, self.report, layer, arguments)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
-        if sinks is not None or softcap:
-            return _eager(call)  # SDPA has neither
-        return call.by(self.by_sdpa, call.attention_mask)
+        if softcap:
+            return self.with_soft_cap(call)
+        return call.by(self.by_sdpa, call.attention_mask) if sinks is None else _eager(call)  # SDPA has no sinks
 
     def packs(self, layer: str) -> bool:
         """Whether a layer's recipe is made for packed sequences."""
         recipe = self.policy.recipe_for(layer, False)
         return isinstance(recipe, Recipe) and unsupported_varlen_recipe(recipe) is None
 
-    def with_soft_cap(self, layer: str, call: _Call, what: str) -> Answer:
-        """A call with a soft cap and a mask. Only Triton takes both, in 1.1 to 1.6 times FlexAttention's time."""
+    def without_kernel(self, call: _Call) -> str:
+        """Who computes a call with a soft cap that fp8attn doesn't. With a mask, too, Triton's kernel could, in 1.1 to
+        1.6 times FlexAttention's time."""
         long = call.query.shape[2] > 1 and call.key.shape[2] >= self.policy.min_keys
-        if long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None:
-            from transformers.integrations.flex_attention import compile_friendly_flex_attention
+        flexible = long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None
+        return FLEX if flexible else "the model's own eager attention"
 
-            self.report.count(layer, f"{what}: FlexAttention")
-            return _flex(call, functools.partial(compile_friendly_flex_attention, training=call.module.training))
-        self.report.count(layer, f"{what}: the model's own eager attention")
-        return _eager(call)
+    def with_soft_cap(self, call: _Call) -> Answer:
+        """A call with a soft cap that fp8attn doesn't compute."""
+        if self.without_kernel(call) != FLEX:
+            return _eager(call)
+        from transformers.integrations.flex_attention import compile_friendly_flex_attention
+
+        return _flex(call, functools.partial(compile_friendly_flex_attention, training=call.module.training))
+
+
+FLEX = "FlexAttention"
 
 
 def _biased(position_bias: torch.Tensor, attention_mask: torch.Tensor | None, causal: bool, keys: int) -> torch.Tensor:

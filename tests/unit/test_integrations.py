@@ -146,6 +146,28 @@ def test_windows_beside_a_cache(transformers: ModuleType, static: bool) -> None:
     assert error(found[1], found[0]) < 2e-5
 
 
+def test_a_mask_that_a_model_changes_is_no_window(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy, a part, and the mask itself after a change in place."""
+    given = recorded_calls(monkeypatch)
+    model, ids = decoder(transformers, "Mistral"), prompt(12)["input_ids"][:1]
+    integrations.transformers.register("fp8attn_exact", **EXACT)
+    model.set_attn_implementation("fp8attn_exact")
+    layer = model.model.layers[0].self_attn
+    changes = (lambda mask: mask.clone(), lambda mask: mask[:, :, :], lambda mask: mask.logical_and_(mask), lambda mask: mask)
+    seen: list[bool] = []
+    for change in changes:
+        hook = layer.register_forward_pre_hook(
+            lambda _, arguments, options, change=change: (arguments, options | {"attention_mask": change(options["attention_mask"])}),
+            with_kwargs=True,
+        )
+        given.clear()
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+        hook.remove()
+        seen.append(given[0]["window"] is not None)
+    assert seen == [False, False, False, True]
+
+
 def test_calls_with_a_window_that_go_to_pytorch_have_its_mask(transformers: ModuleType) -> None:
     model = decoder(transformers, "Mistral")
     expected = logits(model, "sdpa", padded=False)
