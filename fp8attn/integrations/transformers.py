@@ -207,11 +207,11 @@ class _Packing:
     def attend_if_short(self, call: _Call, min_keys: int) -> torch.Tensor | None:
         """Attention (1, T, Hq, D) in the model's dtype, if no sequence has so many keys and PyTorch takes the call."""
         options, longest_q, longest_k = call.options, self.max_seqlen_q, self.max_seqlen_k
-        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
-        is_short = longest_q is not None and longest_k is not None and longest_k < min_keys
-        if not is_short or options.get("dropout") or not pytorch_takes(q, k, v, options.get("softcap") or 0.0, options.get("s_aux")):
+        if longest_q is None or longest_k is None or longest_k >= min_keys or options.get("dropout"):
             return None
-        assert longest_q is not None and longest_k is not None
+        q, k, v = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
+        if not pytorch_takes(q, k, v, options.get("softcap") or 0.0, options.get("s_aux")):
+            return None
         window = self.window or ((-1, 0) if self.is_causal else (-1, -1))
         return by_pytorch(q, k, v, self.cu_seqlens_q, self.cu_seqlens_k, (longest_q, longest_k), window, options.get("scaling")).unsqueeze(0)
 

@@ -153,15 +153,16 @@ def test_block_tables_of_e4m3(transformers: ModuleType, monkeypatch: pytest.Monk
     assert sum(x == y for x, y in pairs) >= len(LENGTHS) * NEW // 3
 
 
-def test_plain_calls_of_a_model(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch with padding, which transformers packs, and one without."""
-    model = decoder(transformers, "Llama")
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_calls_of_a_model(transformers: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """A batch with padding, which transformers packs, and one without. Windows, soft caps and sinks are the model's."""
+    model = decoder(transformers, kind)
     ids = torch.tensor([prompts()[1], [0] * 7 + prompts()[1][7:]])
     mask = (ids != 0).long()
     model.set_attn_implementation("eager")
     expected = [model(input_ids=ids[:1]).logits, model(input_ids=ids, attention_mask=mask).logits]
     calls = Calls(monkeypatch)
-    batching.register()
+    batching.register(model=model)
     model.set_attn_implementation(batching.NAME)
     found = [model(input_ids=ids[:1]).logits, model(input_ids=ids, attention_mask=mask).logits]
     assert {*calls.names} == {"sdpa", "varlen_sdpa"}
