@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..recipe import E4M3, PRECISE, Recipe
 from ..reference import Window
 from ..validate import HALVES, Backend, check_recipe, check_scale, unsupported_varlen_recipe
 from .flash_attn import flash_attn_with_kvcache
-from .short_packed import MIN_PACKED_KEYS, by_pytorch, pytorch_takes
+from .short_packed import MIN_PACKED_KEYS, VarlenAttn
 
 NAME = "fp8attn_flash2"
 """The attention implementation's name."""
@@ -199,6 +199,7 @@ class _Flash:
     min_keys: int
     backend: Backend
     kv_scales: tuple[float, float] | None = None
+    varlen_attn: VarlenAttn = field(default_factory=VarlenAttn.find)
 
     @property
     def paged_backend(self) -> str:
@@ -249,9 +250,9 @@ class _Flash:
         # steps would quantize all keys for each token
         is_step = max_seqlen_q <= MOST_STEP or q.shape[0] <= max(2 * sequences, PADDED_STEP)
         is_short = max_seqlen_k < self.min_keys and self.backend != "reference"
-        if is_short and not (is_step and causal) and pytorch_takes(q, k, v, softcap, sinks):
+        if is_short and not (is_step and causal) and self.varlen_attn.takes(q, k, v, softcap, sinks):
             visible = window or ((-1, 0) if causal else UNLIMITED)
-            return by_pytorch(q, k, v, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k), visible, softmax_scale)
+            return self.varlen_attn((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), visible, softmax_scale)
         if (is_step or (is_short and not q.is_cuda)) and causal and k.dtype in HALVES and self.backend != "reference":
             # one slot is a page: sequences begin at any token
             starts = cu_seqlens_k[:-1]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,34 +17,52 @@ MIN_PACKED_KEYS = 512
 PyTorch's `varlen_attn`, µs: 256 × 64 tokens 447 and 99 (16 heads of 80) or 352 and 194 (causal, 32/8 heads of 128);
 64 × 256 235 and 119 or 213 and 325; 8 × 512 82 and 120 (causal, 128); 16 × 1024 252 and 350 or 275 and 616."""
 
-try:
-    from torch.nn.attention.varlen import varlen_attn
 
-    _TAKES: frozenset[str] = frozenset(inspect.signature(varlen_attn).parameters)
-except ImportError:
-    _TAKES = frozenset()
+@dataclass(frozen=True)
+class VarlenAttn:
+    """PyTorch's `varlen_attn`.
 
-
-def pytorch_takes(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
-    """Whether PyTorch's `varlen_attn` takes a call of q (Tq, Hq, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv)."""
-    dim = q.shape[2]
-    return (
-        {"scale", "window_size"} <= _TAKES and q.is_cuda and q.dtype in HALVES and {k.dtype, v.dtype} == {q.dtype}
-        and dim == v.shape[2] and dim <= 256 and dim % 8 == 0 and not softcap and sinks is None
-    )  # fmt: skip
-
-
-def by_pytorch(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor, cu_seqlens_k: torch.Tensor, longest: tuple[int, int],
-    window: Window, scale: float | None,
-) -> torch.Tensor:  # fmt: skip
-    """Attention (Tq, Hq, D) of a call that `pytorch_takes`.
-
-    Args:
-        longest: the most queries and keys of a sequence.
-        window: as of `varlen_sdpa`; (-1, 0) is causal.
+    Attributes:
+        function: None if this release has none that takes scales and windows.
+        asks_for_groups: whether grouped keys are an option; else they are taken as they are.
     """
-    options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if "enable_gqa" in _TAKES else {}  # 2.11 takes it unasked
-    out = varlen_attn(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *longest, scale=scale, window_size=window, **options)
-    assert isinstance(out, torch.Tensor)
-    return out
+
+    function: Callable[..., Any] | None
+    asks_for_groups: bool = False
+
+    @classmethod
+    def find(cls) -> VarlenAttn:
+        """That of this release. Its module imports Triton, so this isn't done before it is needed."""
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return cls(None)
+        options = inspect.signature(varlen_attn).parameters
+        return cls(varlen_attn if {"scale", "window_size"} <= options.keys() else None, "enable_gqa" in options)
+
+    def takes(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, softcap: float, sinks: torch.Tensor | None) -> bool:
+        """Whether it takes a call of q (Tq, Hq, D), k (Tk, Hkv, D) and v (Tk, Hkv, Dv)."""
+        dim = q.shape[2]
+        return (
+            self.function is not None and q.is_cuda and q.dtype in HALVES and {k.dtype, v.dtype} == {q.dtype} and dim == v.shape[2]
+            and dim <= 256 and dim % 8 == 0 and not softcap and sinks is None
+        )  # fmt: skip
+
+    def __call__(
+        self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cu_seqlens: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
+        window: Window, scale: float | None,
+    ) -> torch.Tensor:  # fmt: skip
+        """Attention (Tq, Hq, D) of a call that it `takes`.
+
+        Args:
+            operands: q, k and v.
+            cu_seqlens: of queries, and of keys.
+            longest: the most queries, and the most keys, of a sequence.
+            window: as of `varlen_sdpa`; (-1, 0) is causal.
+        """
+        assert self.function is not None
+        q, k, _ = operands
+        options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if self.asks_for_groups else {}
+        out = self.function(*operands, *(x.contiguous() for x in cu_seqlens), *longest, scale=scale, window_size=window, **options)
+        assert isinstance(out, torch.Tensor)
+        return out

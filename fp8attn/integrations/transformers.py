@@ -22,7 +22,7 @@ from ..calibration.names import layer_names
 from ..recipe import DEFAULT_RECIPE, PRECISE, Quantized, Recipe
 from ..reference import Window
 from ..validate import Arguments, Backend, unsupported_varlen_recipe
-from .short_packed import MIN_PACKED_KEYS, by_pytorch, pytorch_takes
+from .short_packed import MIN_PACKED_KEYS, VarlenAttn
 from .switching import MIN_KEYS, Decode, Policy, Report, attempted
 
 OLDEST = "4.54"
@@ -204,16 +204,16 @@ class _Packing:
     is_causal: bool
     window: Window | None
 
-    def attend_if_short(self, call: _Call, min_keys: int) -> torch.Tensor | None:
+    def attend_if_short(self, call: _Call, min_keys: int, varlen_attn: VarlenAttn) -> torch.Tensor | None:
         """Attention (1, T, Hq, D) in the model's dtype, if no sequence has so many keys and PyTorch takes the call."""
         options, longest_q, longest_k = call.options, self.max_seqlen_q, self.max_seqlen_k
         if longest_q is None or longest_k is None or longest_k >= min_keys or options.get("dropout"):
             return None
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
-        if not pytorch_takes(q, k, v, options.get("softcap") or 0.0, options.get("s_aux")):
+        if not varlen_attn.takes(q, k, v, options.get("softcap") or 0.0, options.get("s_aux")):
             return None
         window = self.window or ((-1, 0) if self.is_causal else (-1, -1))
-        return by_pytorch(q, k, v, self.cu_seqlens_q, self.cu_seqlens_k, (longest_q, longest_k), window, options.get("scaling")).unsqueeze(0)
+        return varlen_attn((q, k, v), (self.cu_seqlens_q, self.cu_seqlens_k), (longest_q, longest_k), window, options.get("scaling")).unsqueeze(0)
 
     def attend(self, options: dict[str, Any], a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
         """Attention (1, Hq, T, Dv) of a call of the batch with `options` of transformers."""
@@ -233,14 +233,14 @@ class _Implementation:
     """An attention function of transformers."""
 
     def __init__(self, policy: Policy, by_sdpa: Callable[..., Answer]) -> None:
-        self.policy, self.by_sdpa, self.report = policy, by_sdpa, Report()
+        self.policy, self.by_sdpa, self.report, self.varlen_attn = policy, by_sdpa, Report(), VarlenAttn.find()
 
     def __call__(self, call: _Call) -> Answer:
         # calls in graphs aren't counted, and a name would be a guard
         layer = "" if torch.compiler.is_compiling() and not self.policy.needs_names else call.layer
         query, key, value, options, causal = call.query, call.key, call.value, call.options, call.is_causal
         packing = call.packing
-        short = None if packing is None else packing.attend_if_short(call, min(self.policy.min_keys, MIN_PACKED_KEYS))
+        short = None if packing is None else packing.attend_if_short(call, min(self.policy.min_keys, MIN_PACKED_KEYS), self.varlen_attn)
         if short is not None:
             self.report.count(layer, f"packed sequences of fewer than {MIN_PACKED_KEYS} keys: PyTorch's varlen_attn")
             return short, None

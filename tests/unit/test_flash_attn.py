@@ -11,8 +11,9 @@ import torch
 
 import fp8attn
 from fp8attn import Recipe, integrations
-from fp8attn.integrations import continuous_batching, short_packed
+from fp8attn.integrations import continuous_batching
 from fp8attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
+from fp8attn.integrations.short_packed import MIN_PACKED_KEYS, VarlenAttn
 from models import DECODERS, decoder
 
 SIGNATURES = {
@@ -313,9 +314,8 @@ def test_short_packed_sequences_go_to_pytorch(transformers: ModuleType, kind: st
     model = decoder(transformers, kind)
     expected, before = packed_logits(model, min_keys=0, decode="fp8attn", backend="reference")
     assert before.replaced.total() == 2
-    monkeypatch.setattr(integrations.transformers, "pytorch_takes", lambda q, k, v, softcap, sinks: softcap == 0 and sinks is None)
-    monkeypatch.setattr(short_packed, "varlen_attn", by_reference, raising=False)
-    monkeypatch.setattr(short_packed, "_TAKES", frozenset(("scale", "window_size", "enable_gqa")))
+    monkeypatch.setattr(VarlenAttn, "find", lambda: VarlenAttn(by_reference, True))
+    monkeypatch.setattr(VarlenAttn, "takes", lambda self, q, k, v, softcap, sinks: softcap == 0 and sinks is None)
     found, report = packed_logits(model, min_keys=10, backend="reference")
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     assert {reason for x in report.fallbacks.values() for reason in x} == (set() if kind == "GptOss" else {SHORT})
@@ -324,7 +324,7 @@ def test_short_packed_sequences_go_to_pytorch(transformers: ModuleType, kind: st
 
 
 @pytest.mark.parametrize(
-    ("causal", "most", "name"), ((True, 100, "by_pytorch"), (False, 100, "by_pytorch"), (True, 600, "varlen_sdpa"), (True, 1, "paged_sdpa"))
+    ("causal", "most", "name"), ((True, 100, "varlen_attn"), (False, 100, "varlen_attn"), (True, 600, "varlen_sdpa"), (True, 1, "paged_sdpa"))
 )
 def test_who_computes_packed_sequences_of_the_engine(causal: bool, most: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Called(Exception):
@@ -333,11 +333,11 @@ def test_who_computes_packed_sequences_of_the_engine(causal: bool, most: int, na
     def call(*_: Any, **__: Any) -> None:
         raise Called
 
-    monkeypatch.setattr(continuous_batching, "pytorch_takes", lambda *_: True)
-    monkeypatch.setattr(continuous_batching, name, call)
+    monkeypatch.setattr(VarlenAttn, "takes", lambda *_: True)
+    monkeypatch.setattr(*((VarlenAttn, "__call__") if name == "varlen_attn" else (continuous_batching, name)), call)
     starts = torch.tensor([0, most, 2 * most], dtype=torch.int32)
     q, k, v = (torch.zeros(2 * most, heads, 16, dtype=torch.bfloat16) for heads in (4, 2, 2))
-    flash = continuous_batching._Flash(Recipe(), short_packed.MIN_PACKED_KEYS, "auto")
+    flash = continuous_batching._Flash(Recipe(), MIN_PACKED_KEYS, "auto")
     with pytest.raises(Called):
         flash.varlen_func(q, k, v, starts, starts, most, most, causal=causal)
 
@@ -347,7 +347,7 @@ def test_who_computes_packed_sequences_of_the_engine(causal: bool, most: int, na
 def test_short_packed_sequences_by_pytorch(transformers: ModuleType, kind: str, device: torch.device) -> None:
     model = decoder(transformers, kind).to(device, torch.bfloat16)
     expected, _ = packed_logits(model, min_keys=0, decode="fp8attn", backend="reference")
-    if not short_packed.pytorch_takes(*(torch.zeros(1, 1, 16, dtype=torch.bfloat16, device=device) for _ in range(3)), 0.0, None):
+    if VarlenAttn.find().function is None:
         pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows and scales")
     found, report = packed_logits(model)
     assert {reason for x in report.fallbacks.values() for reason in x} == {SHORT} and not report.replaced
@@ -362,9 +362,9 @@ def test_short_packed_sequences_of_the_engine(is_causal: bool, window: tuple[int
     torch.manual_seed(0)
     starts_q, starts_k = (torch.tensor([0, *x], device=device).cumsum(0).to(torch.int32) for x in ((70, 0, 100, 40), (90, 8, 300, 40)))
     q, k, v = (torch.randn(n, heads, 64, dtype=torch.bfloat16, device=device) for n, heads in ((210, 4), (438, 2), (438, 2)))
-    if not short_packed.pytorch_takes(q, k, v, 0.0, None):
+    if VarlenAttn.find().function is None:
         pytest.skip(f"torch {torch.__version__} has no varlen_attn with windows and scales")
-    flash = continuous_batching._Flash(Recipe(), short_packed.MIN_PACKED_KEYS, "auto")
+    flash = continuous_batching._Flash(Recipe(), MIN_PACKED_KEYS, "auto")
     found = flash.varlen_func(q, k, v, starts_q, starts_k, 100, 300, causal=is_causal, window_size=window)
     seen = None if window == (-1, -1) else window
     expected = fp8attn.varlen_sdpa(q, k, v, starts_q, starts_k, is_causal=is_causal, window=seen, backend="reference")
