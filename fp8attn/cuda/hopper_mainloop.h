@@ -278,7 +278,9 @@ __device__ void consume(const Params& p, SharedStorage<C>& shared, int consumer)
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(scores);
       if constexpr (!S::skips_blocks) {
-        if (has_nonfinite_key) nan_rows_of_nonfinite_keys<S::panel>(shared.k[ring.stage][0], kv_block.index * KEYS, row_begin, scales.row_end, f, o, o_second);
+        if constexpr (C.int8) {
+          if (has_nonfinite_key) nan_rows_of_nonfinite_keys<S::panel>(shared.k[ring.stage][0], kv_block.index * KEYS, row_begin, scales.row_end, f, o, o_second);
+        }
         free_keys();
       }
       if constexpr (C.int8 && C.softcap) {
