@@ -262,10 +262,7 @@ def as_cast(a: Arguments) -> Arguments:
     if dtype is None:
         return a
     query, key, value, attn_mask = (cast(x, dtype) for x in (a.query, a.key, a.value, a.attn_mask))
-    return Arguments(
-        query, key, value, attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, window=a.window, softcap=a.softcap, sinks=a.sinks,
-        recipe=a.recipe,
-    )  # fmt: skip
+    return replace(a, query=query, key=key, value=value, attn_mask=attn_mask)
 
 
 def checked_call(a: Arguments) -> Checked:

@@ -167,9 +167,22 @@ def _copied(recipe: Recipe | None) -> Recipe | None:
 
 def by_fp8attn(a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
     """A model's call, by fp8attn.sdpa."""
+    out = _by_sdpa(a, recipe, backend, return_lse=False)
+    assert isinstance(out, torch.Tensor)
+    return out
+
+
+def with_lse(a: Arguments, recipe: Recipe, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
+    """A model's call (B, Hq, Sq, Dv) and its LSE (B, Hq, Sq), float32, by fp8attn.sdpa."""
+    found = _by_sdpa(a, recipe, backend, return_lse=True)
+    assert isinstance(found, tuple)
+    return found
+
+
+def _by_sdpa(a: Arguments, recipe: Recipe, backend: Backend, return_lse: bool) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     return sdpa(
         a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, window=a.window, softcap=a.softcap, sinks=a.sinks,
-        recipe=recipe, backend=backend,
+        recipe=recipe, return_lse=return_lse, backend=backend,
     )  # fmt: skip
 
 
@@ -180,12 +193,7 @@ def refusal(a: Arguments, recipe: Recipe) -> str | None:
     """
     a = as_cast(a)
     try:
-        check(
-            Arguments(
-                a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, window=a.window, softcap=a.softcap,
-                sinks=a.sinks, recipe=recipe,
-            )
-        )  # fmt: skip
+        check(replace(a, recipe=recipe))
     except (TypeError, ValueError, RuntimeError) as error:
         return str(error)
     return None

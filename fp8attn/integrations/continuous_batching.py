@@ -251,8 +251,7 @@ class _Flash:
         is_step = max_seqlen_q <= MOST_STEP or q.shape[0] <= max(2 * sequences, PADDED_STEP)
         is_short = max_seqlen_k < self.min_keys and self.backend != "reference"
         if is_short and not (is_step and causal) and self.varlen_attn.takes(q, k, v, softcap, sinks):
-            visible = window or ((-1, 0) if causal else UNLIMITED)
-            return self.varlen_attn((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), visible, softmax_scale)
+            return self.varlen_attn((q, k, v), (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k), causal, window, softmax_scale)
         if (is_step or (is_short and not q.is_cuda)) and causal and k.dtype in HALVES and self.backend != "reference":
             # one slot is a page: sequences begin at any token
             starts = cu_seqlens_k[:-1]

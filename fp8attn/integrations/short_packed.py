@@ -50,7 +50,7 @@ class VarlenAttn:
 
     def __call__(
         self, operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor], cu_seqlens: tuple[torch.Tensor, torch.Tensor], longest: tuple[int, int],
-        window: Window, scale: float | None,
+        is_causal: bool, window: Window | None, scale: float | None,
     ) -> torch.Tensor:  # fmt: skip
         """Attention (Tq, Hq, D) of a call that it `takes`.
 
@@ -58,11 +58,12 @@ class VarlenAttn:
             operands: q, k and v.
             cu_seqlens: of queries, and of keys.
             longest: the most queries, and the most keys, of a sequence.
-            window: as of `varlen_sdpa`; (-1, 0) is causal.
+            is_causal, window, scale: as of `varlen_sdpa`. A causal window ends at 0.
         """
         assert self.function is not None
         q, k, _ = operands
         options: dict[str, Any] = {"enable_gqa": q.shape[1] != k.shape[1]} if self.asks_for_groups else {}
-        out = self.function(*operands, *(x.contiguous() for x in cu_seqlens), *longest, scale=scale, window_size=window, **options)
+        visible = window or ((-1, 0) if is_causal else (-1, -1))
+        out = self.function(*operands, *(x.contiguous() for x in cu_seqlens), *longest, scale=scale, window_size=visible, **options)
         assert isinstance(out, torch.Tensor)
         return out

@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from ..api import sdpa
 from ..calibration.calibrated import Calibration
 from ..calibration.choice import layers_at
 from ..calibration.reasons import Reasons
@@ -150,13 +149,6 @@ class Report:
 
 Compute = Callable[[Arguments, Recipe, Backend], torch.Tensor]
 """Computes a call by a recipe and a backend."""
-
-
-def with_lse(a: Arguments, recipe: Recipe, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
-    """A model's call (B, Hq, Sq, Dv) and its LSE (B, Hq, Sq), float32, by fp8attn.sdpa."""
-    return sdpa(
-        a.query, a.key, a.value, a.attn_mask, a.dropout_p, a.is_causal, a.scale, a.enable_gqa, recipe=recipe, backend=backend, return_lse=True
-    )  # fmt: skip
 
 
 def attempted(

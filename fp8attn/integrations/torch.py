@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from ..calibration.interception import no_fast_path
-from ..calibration.replacing import by_fp8attn
+from ..calibration.replacing import by_fp8attn, with_lse
 from ..recipe import DEFAULT_RECIPE, Recipe
 from ..validate import Arguments, Backend
-from .switching import MIN_KEYS, Decode, Policy, Report, attempted, check_one_recipe, with_lse
+from .switching import MIN_KEYS, Decode, Policy, Report, attempted, check_one_recipe
 
 NAME = "FP8ATTN"
 """The name for torch.nn.attention.activate_flash_attention_impl."""

@@ -212,8 +212,8 @@ class _Packing:
         q, k, v = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
         if not varlen_attn.takes(q, k, v, options.get("softcap") or 0.0, options.get("s_aux")):
             return None
-        window = self.window or ((-1, 0) if self.is_causal else (-1, -1))
-        return varlen_attn((q, k, v), (self.cu_seqlens_q, self.cu_seqlens_k), (longest_q, longest_k), window, options.get("scaling")).unsqueeze(0)
+        lengths, longest = (self.cu_seqlens_q, self.cu_seqlens_k), (longest_q, longest_k)
+        return varlen_attn((q, k, v), lengths, longest, self.is_causal, self.window, options.get("scaling")).unsqueeze(0)
 
     def attend(self, options: dict[str, Any], a: Arguments, recipe: Recipe, backend: Backend) -> torch.Tensor:
         """Attention (1, Hq, T, Dv) of a call of the batch with `options` of transformers."""
@@ -254,13 +254,14 @@ class _Implementation:
         mask, window, softcap, sinks = call.attention_mask, call.window, options.get("softcap") or 0.0, options.get("s_aux")
         if window is not None:
             mask, causal = None, window[1] == 0
-        if softcap and (mask is not None or options.get("position_bias") is not None):
-            self.report.count(layer, f"a soft cap beside a mask: {self.without_kernel(call)}")
-            return self.with_soft_cap(call)
         if causal and key.shape[2] > query.shape[2]:  # the rest of a static cache
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if options.get("position_bias") is not None:
             mask, causal = _biased(options["position_bias"], mask, causal, key.shape[2]), False
+        if softcap and mask is not None:
+            by = "FlexAttention" if self.flexes(call) else "the model's own eager attention"
+            self.report.count(layer, f"a soft cap beside a mask: {by}")
+            return self.with_soft_cap(call)
         arguments = Arguments(
             query, key, value, mask, options.get("dropout", 0.0), causal, options.get("scaling"), query.shape[1] != key.shape[1],
             window=window, softcap=softcap, sinks=None if sinks is None else sinks.float(),
@@ -278,23 +279,19 @@ class _Implementation:
         recipe = self.policy.recipe_for(layer, False)
         return isinstance(recipe, Recipe) and unsupported_varlen_recipe(recipe) is None
 
-    def without_kernel(self, call: _Call) -> str:
-        """Who computes a call with a soft cap that fp8attn doesn't. With a mask, too, Triton's kernel could, in 1.1 to
-        1.6 times FlexAttention's time."""
+    def flexes(self, call: _Call) -> bool:
+        """Whether FlexAttention computes a call with a soft cap that fp8attn doesn't. With a mask, too, Triton's kernel
+        could, in 1.1 to 1.6 times its time."""
         long = call.query.shape[2] > 1 and call.key.shape[2] >= self.policy.min_keys
-        flexible = long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None
-        return FLEX if flexible else "the model's own eager attention"
+        return long and call.query.device.type == "cuda" and not call.options.get("dropout") and call.options.get("s_aux") is None
 
     def with_soft_cap(self, call: _Call) -> Answer:
         """A call with a soft cap that fp8attn doesn't compute."""
-        if self.without_kernel(call) != FLEX:
+        if not self.flexes(call):
             return _eager(call)
         from transformers.integrations.flex_attention import compile_friendly_flex_attention
 
         return _flex(call, functools.partial(compile_friendly_flex_attention, training=call.module.training))
-
-
-FLEX = "FlexAttention"
 
 
 def _biased(position_bias: torch.Tensor, attention_mask: torch.Tensor | None, causal: bool, keys: int) -> torch.Tensor:
