@@ -196,13 +196,26 @@ def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device)
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
-@pytest.mark.parametrize("dim", (64, 128))
+@pytest.mark.parametrize("dim", (64, 128, 256))
 def test_every_dtype_of_the_output(dim: int, dtype: torch.dtype, backend: str, device: torch.device) -> None:
     case = Case((300,), (150,), dim=dim)
     call = case.call(place_of(backend, device))
     out, lse = attend(library_of(backend, case), call, dataclasses.replace(H100, sm_count=2), dtype)
     assert out.dtype == dtype
     assert_attends(out.float(), lse, pages.attend_paged(call), case.dtype, backend == "emulated")
+
+
+@pytest.mark.parametrize("dim", (64, 128, 256))
+def test_outputs_are_float32_outputs_rounded(dim: int, backend: str, device: torch.device) -> None:
+    """On a GPU of many tiles on each SM: no output is overwritten before it is stored."""
+    lengths = (200, 140) if backend == "emulated" else (1500, 1024, 2048)
+    case = Case(lengths, lengths, dim=dim, kv_heads=1 if backend == "emulated" else 8)
+    call = case.call(place_of(backend, device))
+    library, sms = library_of(backend, case), dataclasses.replace(H100, sm_count=2 if backend == "emulated" else H100.sm_count)
+    expected = attend(library, call, sms)[0].to(case.dtype)
+    for _ in range(1 if backend == "emulated" else 5):
+        out = attend(library, call, sms, case.dtype)[0]
+        assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
 def test_strided_tokens(backend: str, device: torch.device) -> None:

@@ -144,9 +144,10 @@ struct StagedOutput {
     constexpr int of_tile = (Scales::channels + width - 1) / width, together = TOGETHER && of_tile <= BOXES ? of_tile : 1;
     // else the first box of a tile uses the same buffer as the last box of the previous tile
     constexpr bool evenly = of_tile % BOXES == 0;
+    static_assert(FIRST % width == 0);  // a tile's boxes use the buffers by turns, whichever call stores them
 #pragma unroll
     for (int first = 0; first * width < COUNT; first += together) {
-      const auto box = [&](int i) { return boxes.bytes[threadIdx.x % 128 / 32][(first + i) % BOXES]; };
+      const auto box = [&](int i) { return boxes.bytes[threadIdx.x % 128 / 32][(FIRST / width + first + i) % BOXES]; };
       if (lane == 0) {
         // rows that are stored one by one are in no group of TMA's, so groups say nothing of their buffers
         if (together == of_tile || (FIRST == 0 && first == 0 && !evenly) || by_rows())
