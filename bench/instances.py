@@ -128,8 +128,9 @@ def rows() -> list[Row]:
         Row(
             "prefill",
             "many queries of a KV cache",
-            "accumulators by head dim; blocks in half precision among pages in the ring; e4m3 and int8 are multiplied otherwise",
-            hopper_only(prefill.E4M3_INSTANCES, prefill.INT8_INSTANCES),
+            "accumulators by head dim; blocks in half precision among pages in the ring; e4m3 and int8 are multiplied otherwise; "
+            "packed queries have tiles from a table, and last rows that are stored one by one",
+            hopper_only(*prefill.GROUPS),
         ),
         Row(
             "general quantizer, LSE",

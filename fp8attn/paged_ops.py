@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,7 +15,7 @@ from . import triton as triton_kernels
 from .cuda import append, build, decode, prefill
 from .cuda import run as cuda_run
 from .cuda.build import BuildError
-from .device import device_of
+from .device import Device, device_of
 from .ops import current, has_kernels, library_ops, register
 from .pages import PagedBatch, PagedCall, Stage, Storage, empty_answer
 from .pages import append as append_to
@@ -99,13 +100,14 @@ def unsupported_scores(call: PagedCall) -> str | None:
     return None
 
 
-def unsupported_decode(query: torch.Tensor, cache: Storage, batch: PagedBatch, softmax_scale: float) -> str | None:
-    """Why the CUDA kernel for few queries doesn't attend to tokens of a cache, or None if it does.
+def unsupported_decode(call: PagedCall) -> str | None:
+    """Why the CUDA kernel for few queries doesn't support a call whose tokens are in the cache, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    device = device_of(query.device)
-    return decode.unsupported_call(query, cache, batch, softmax_scale, device) or build.unavailable(decode.choose(cache), device.arch)
+    device = device_of(call.q.device)
+    reason = unsupported_scores(call) or decode.unsupported_call(call.q, call.storage, call.batch, call.softmax_scale, device)
+    return reason or build.unavailable(decode.choose(call.storage), device.arch)
 
 
 def unsupported_prefill(call: PagedCall) -> str | None:
@@ -113,7 +115,28 @@ def unsupported_prefill(call: PagedCall) -> str | None:
     device = device_of(call.q.device)
     if call.softcap:
         return f"softcap is {call.softcap}; with many queries it must be 0.0"
-    return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q.shape[3], call.recipe.qk), device.arch)
+    return prefill.unsupported_call(call, device) or build.unavailable(_prefill_config(call), device.arch)
+
+
+def _prefill_config(call: PagedCall) -> prefill.PrefillConfig:
+    return prefill.choose(call.q.shape[-1], call.recipe.qk, call.batch.cu_seqlens is not None)
+
+
+def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention by the kernel for many queries. The decode kernel attends to packed rows of few ones."""
+    if call.batch.cu_seqlens is None:
+        return cuda_run.prefill_from_pages(call, device, out_dtype)
+    few = _few_queries(call)
+    results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
+    table = triton_kernels.varlen.table_of_rows(call, _prefill_config(call).tile_rows, few, device)
+    return cuda_run.prefill_from_pages(call, device, out_dtype, table, results)
+
+
+def _few_queries(call: PagedCall) -> int:
+    """Rows of a packed batch that have at most so many queries go to the decode kernel; 0: none do."""
+    rows, few = call.batch.lengths.shape[0], decode.few_queries(call.q, call.storage.k.shape[1])
+    all_have_most = call.q.shape[0] == rows * call.batch.most_queries(call.q)
+    return 0 if all_have_most or unsupported_decode(replace(call, batch=replace(call.batch, max_count=few))) else few
 
 
 def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_scale: float) -> prefill.PrefillConfig | str:
@@ -172,8 +195,8 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
     reasons: list[str] = []
     packed = call.batch.cu_seqlens is not None
     kernels = (
-        ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), _unsupported_decode),
-        ("prefill", not packed, not packed and prefill.is_faster(call.q), unsupported_prefill),
+        ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), unsupported_decode),
+        ("prefill", True, prefill.is_faster(call.q, call.batch if packed else None), unsupported_prefill),
     )
     for name, may_run, is_faster, unsupported in kernels:
         if not may_run:
@@ -184,7 +207,7 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         elif name == "decode":
             return Attending(name, decode.choose(call.storage), cuda_run.attend_to_pages)
         else:
-            return Attending(name, prefill.choose(call.q.shape[3], call.recipe.qk), cuda_run.prefill_from_pages)
+            return Attending(name, _prefill_config(call), _prefill)
     if backend == "cuda":
         raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
     return reasons
@@ -201,10 +224,6 @@ def _by_cuda(backend: str, call: PagedCall, out_dtype: torch.dtype) -> tuple[tor
     if not isinstance(planned, Attending):
         return None
     return unless_unbuilt(backend == "cuda", lambda: planned.launch(call, device_of(call.q.device), out_dtype))
-
-
-def _unsupported_decode(call: PagedCall) -> str | None:
-    return unsupported_scores(call) or unsupported_decode(call.q, call.storage, call.batch, call.softmax_scale)
 
 
 def unsupported_append(cache: Storage, tokens: tuple[torch.Tensor, torch.Tensor], batch: PagedBatch) -> str | None:

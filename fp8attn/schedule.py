@@ -31,9 +31,9 @@ find them in L2."""
 MOST_PARTS = 32
 """Parts of each tile of the decode kernel at most, if all tiles have as many. A warp adds up as many at once."""
 
-TABLE_HEADER = ("tiles", "taken")
+TABLE_HEADER = ("tiles", "taken", "end")
 """The first row of the table of tiles of packed sequences, int32 each: the number of tiles, which are the rows behind
-it; and 0, from which attention kernels count the tiles that they take."""
+it; 0, from which attention kernels count the tiles that they take; and the first query behind the last sequence."""
 
 TILE_FIELDS = ("sequence", "first_row", "q_begin", "q_length", "k_begin", "k_length", "page", "head")
 """What attention kernels know of a tile of packed sequences, int32 each: its sequence, its first row in it, the first

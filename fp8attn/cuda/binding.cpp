@@ -468,14 +468,15 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
   return p;
 }
 
-// Attends to a KV cache with few queries. `storage`: the tensors of pages.Storage. `most`, `part`, `batch`, `results`:
-// as of decode_params_of.
-void decode(int64_t launcher, int64_t ctas, int64_t most, int64_t part, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
+// Attends to a KV cache with few queries. `numbers`: `most` and `part` of decode_params_of, and whether rows of more
+// queries are another kernel's. `storage`: the tensors of pages.Storage. `batch`, `results`: as of decode_params_of.
+void decode(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
             const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(storage.size() == 10, "decode takes 10 tensors of a cache");
+  STD_TORCH_CHECK(numbers.size() == 3 && storage.size() == 10, "decode takes 3 numbers and 10 tensors of a cache");
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
   const int64_t dim = k.size(3);
-  fp8attn::DecodeParams p = decode_params_of(ctas, most, part, softmax_scale, q, k.size(1), batch, results);
+  fp8attn::DecodeParams p = decode_params_of(ctas, numbers[0], numbers[1], softmax_scale, q, k.size(1), batch, results);
+  p.leaves_longer = numbers[2];
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
@@ -521,14 +522,15 @@ void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& nu
   launch(launcher, p, ctas, q.get_device());
 }
 
-// Attends to a KV cache with many queries. `numbers`: heads_side_by_side, and how many keys before its own one a query
-// sees. `tokens`: queries; keys and values of their tokens, or none; sinks, or none. `storage`, `batch`: those of
-// `decode`. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
+// Attends to a KV cache with many queries. `numbers`: heads_side_by_side, how many keys before its own one a query
+// sees, and how many packed queries a row may have. Packed tensors are (1, H, T, D). `tokens`: queries; keys and values
+// of their tokens, or none; sinks, or none. `storage`, `batch`: those of `decode`, but for cu_seqlens the table of
+// tiles of packed queries. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
 void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Operands& tokens, const std::vector<Tensor>& storage,
              const Operands& batch, const Operands& results) {
-  STD_TORCH_CHECK(numbers.size() == 2 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 4 && batch[0] &&
+  STD_TORCH_CHECK(numbers.size() == 3 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 5 && batch[0] &&
                       batch[1] && results.size() == 3 && results[0] && results[1],
-                  "prefill takes 2 numbers, 4 tensors of tokens, 10 of a cache, 4 of a batch and 3 results");
+                  "prefill takes 3 numbers, 4 tensors of tokens, 10 of a cache, 5 of a batch and 3 results");
   const Tensor &q = *tokens[0], &k = storage[0], &v = storage[2], &recent_k = storage[7], &out = *results[0];
   fp8attn::PrefillParams p = {};
   p.call = params_of(q, k, v, out, results[1], softmax_scale, 0);
@@ -544,7 +546,8 @@ void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax
   p.call.lse_mean = storage[4].const_data_ptr<float>(), p.call.v_mean = storage[5].const_data_ptr<float>(), p.call.v_scale = storage[6].const_data_ptr<float>();
   copy_strides(p.call.v_scale_strides, storage[6]);
   p.call.counter = results[2] ? results[2]->mutable_data_ptr<int>() : nullptr;
-  p.call.heads_side_by_side = numbers[0], p.left = numbers[1];
+  p.call.heads_side_by_side = numbers[0], p.left = numbers[1], p.most = numbers[2];
+  p.call.tile_table = address_of<int>(batch[4]);
   p.call.sinks = address_of<float>(tokens[3]);
   p.recent_k = recent_k.const_data_ptr(), p.recent_v = storage[8].const_data_ptr();
   if (tokens[1]) {
@@ -683,7 +686,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
   define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
 
-  define("decode(int launcher, int ctas, int most, int part, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+  define("decode(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define(
       "decode_tensors(int launcher, int ctas, int most, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");

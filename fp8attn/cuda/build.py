@@ -627,8 +627,7 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
         quantize.INSTANCES,
         decode.E4M3_INSTANCES,
         decode.INT8_INSTANCES,
-        prefill.E4M3_INSTANCES,
-        prefill.INT8_INSTANCES,
+        *prefill.GROUPS,
         *decode_tensors.GROUPS,
     )
     others = (portable.group(dim, ARCHITECTURES[arch], int8, scores) for dim in portable.DIMS for int8 in (False, True) for scores in portable.GROUPS)

@@ -125,6 +125,11 @@ def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int, batch: Page
     return min(rows_of_head(q, kv_heads, batch), config.rows)
 
 
+def few_queries(q: torch.Tensor, kv_heads: int) -> int:
+    """The most queries of a row with which Triton's kernel is slower, whatever the pages."""
+    return max(2 * GROUP // (q.shape[1] // kv_heads), 1)
+
+
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
     and with few rows."""

@@ -243,6 +243,7 @@ struct DecodeParams {
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e
   OutType out_type;
   bool half;  // q and the tokens in half precision are half, else bfloat16
+  bool leaves_longer;  // rows of more queries than q_length are another kernel's; else they are NaN
 
   // Of the cache of another engine.
   int64_t k_scale_strides[4], v_scale_strides[4];  // over rows of the batch, pages, slots and heads
@@ -256,7 +257,7 @@ struct DecodeParams {
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and
 // new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of 64 rows x 128 bytes), of the pages as
 // DecodeParams has them, and of the output; q, k_scale (P, Hkv), v_scale, v_mean and lse_mean, which is K's mean, (N,
-// Hkv, D); sinks; the results, the counter and numbers.
+// Hkv, D); sinks; the results, the counter, the table of tiles of packed queries, and numbers.
 struct PrefillParams {
   Params call;
   CUtensorMap new_k_map, new_v_map;  // of the new tokens, in bytes: boxes of 64 tokens x 128 bytes
@@ -268,6 +269,7 @@ struct PrefillParams {
   int64_t new_k_strides[3], new_v_strides[3], table_stride;
   int table_width, every_page, every_sequence;
   int left;  // a query at position i attends to no key before i - left
+  int most;  // packed queries that a row may have
 };
 
 // What a launch of the append kernel does. `few`: all of a call; the others follow each other.

@@ -103,7 +103,7 @@ inline const Addresses& addresses(const DecodeParams&) {
 inline const Addresses& addresses(const PrefillParams&) {
   static const auto& found = *new Addresses{
       {AT(call.q), AT(call.k), AT(call.v), AT(call.k_scale), AT(call.v_scale), AT(call.v_mean), AT(call.lse_mean), AT(call.out), AT(call.lse), AT(call.counter),
-       AT(call.sinks), AT(v_page_scale), AT(page_table), AT(lengths), AT(counts), AT(sequences), AT(recent_k), AT(recent_v), AT(new_k), AT(new_v)},
+       AT(call.sinks), AT(call.tile_table), AT(v_page_scale), AT(page_table), AT(lengths), AT(counts), AT(sequences), AT(recent_k), AT(recent_v), AT(new_k), AT(new_v)},
       {{AT(call.q_map), AT(call.q)}, {AT(call.k_map), AT(call.k)}, {AT(call.v_map), AT(call.v)}, {AT(call.out_map), AT(call.out)}, {AT(new_k_map), AT(new_k)},
        {AT(new_v_map), AT(new_v)}}};
   return found;

@@ -17,6 +17,7 @@ namespace fp8attn {
 template <PrefillConfig C, typename T>
 __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& shared, int consumer) {
   using S = PrefillShape<C>;
+  using PageTile = typename S::PageTile;
   constexpr int K_STAGE = sizeof(shared.k[0]), V_STAGE = sizeof(shared.v[0]);
   const Params& p = params.call;
   const Fragment f = Fragment::mine();
@@ -27,20 +28,20 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
   const uint64_t first_values = ptx::uniform(ptx::wgmma_descriptor<KEYS>(ptx::shared_address(shared.v[0])));
   const uint64_t codes_of_q = ptx::uniform(ptx::wgmma_descriptor<S::panel>(ptx::shared_address(shared.q[consumer][0])));
 
-  const auto load_channels = [&](const PagedTile& tile) {
+  const auto load_channels = [&](const PageTile& tile) {
     if (tile.exists()) scales.load_channels(p, tile);
     ptx::cp_async_commit();
   };
-  const auto find_row_ends = [&](const PagedTile& tile) {
+  const auto find_row_ends = [&](const PageTile& tile) {
     const PagedRowRange range(params, tile, consumer);
     if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
   };
   using HalfQueries = Queries<C.head_dim, C.int8>;
-  const auto load_queries = [&](HalfQueries& queries, const PagedTile& tile) {
-    const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tile.batch * p.q_strides[0] + tile.head * p.q_strides[1];
+  const auto load_queries = [&](HalfQueries& queries, const PageTile& tile) {
+    const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tensor_batch(tile) * p.q_strides[0] + tile.head * p.q_strides[1] + tensor_row(tile) * p.q_strides[2];
     queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? tile.count : 0);
   };
-  const auto quantize_queries = [&](HalfQueries& queries, const PagedTile& tile) {
+  const auto quantize_queries = [&](HalfQueries& queries, const PageTile& tile) {
     if (!tile.exists()) return;
     queries.template rotate<T>();
     const bool has_mean = tile.pages > 0;  // else the sequence may have none yet
@@ -52,9 +53,9 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     ptx::fence_proxy_async();
   };
   // Panels `from` ... `to` - 1 of the tile's queries as they came.
-  const auto load_half_queries = [&](const PagedTile& tile, int from, int to) {
+  const auto load_half_queries = [&](const PageTile& tile, int from, int to) {
     for (int panel = from; panel < to; ++panel)
-      ptx::tma_load(shared.half_queries(consumer, panel), p.q_map, &shared.half_queries_full[consumer], panel * HALF_ROW, tile.first_row + consumer * ROWS, tile.head, tile.batch);
+      ptx::tma_load(shared.half_queries(consumer, panel), p.q_map, &shared.half_queries_full[consumer], panel * HALF_ROW, tensor_row(tile) + tile.first_row + consumer * ROWS, tile.head, tensor_batch(tile));
   };
   constexpr int early_panels = sizeof(shared.output[0]) / (ROWS * HALF_ROW);
   static_assert(early_panels <= S::half_panels);
@@ -66,7 +67,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
   quantize_queries(first_queries, shared.tiles[0]);
 
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
-    const PagedTile& tile = shared.tiles[round % shared.TILES];
+    const PageTile& tile = shared.tiles[round % shared.TILES];
     const PagedRowRange pages_of_rows(params, tile, consumer);
     PrefillRows<C> rows;
     typename S::Score sums[KEYS / 2];
@@ -212,14 +213,14 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       else if (nonfinite[r] || !tile.has_sequence)
         l = NAN;
     }
-    const PagedTile& next_tile = shared.tiles[(round + 1) % shared.TILES];
+    const PageTile& next_tile = shared.tiles[(round + 1) % shared.TILES];
     HalfQueries queries;
     // With outputs in several parts, ptxas would keep a fourth of them in local memory, in the loop over pages, too.
     if constexpr (S::parts == 1) load_queries(queries, next_tile);
     ptx::warpgroup_sync(1 + consumer);  // nobody reads scales, and queries in any form, any more
     find_row_ends(next_tile);
     load_channels(next_tile);
-    store_rows<C>(params, shared, range, consumer, rows, f);
+    store_rows<C>(params, shared, tile, range, consumer, rows, f);
     if constexpr (S::parts > 1) load_queries(queries, next_tile);
     quantize_queries(queries, next_tile);
   }
@@ -233,7 +234,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
   using S = PrefillShape<C>;
   extern __shared__ __align__(1024) uint8_t bytes[];
   PrefillStorage<C>& shared = *reinterpret_cast<PrefillStorage<C>*>(bytes);
-  const PagedTileSchedule schedule(params, S::tile_rows);
+  const typename S::Schedule schedule(params, S::tile_rows);
   const int warpgroup = ptx::uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     for (int c = 0; c < C.consumers; ++c) {

@@ -8,8 +8,9 @@ import torch
 
 from ..call import unsupported_tma
 from ..device import Device
-from ..pages import PAGE, PagedCall
+from ..pages import PAGE, PagedBatch, PagedCall
 from ..recipe import ProductType, Recipe
+from ..reference import Window
 from ..rotation import part_of
 from ..schedule import mixed_heads, unsupported_size
 from .configs import KEYS, ONES, OUTPUT_BYTES, ROWS, round_up, unsupported_arch
@@ -27,8 +28,8 @@ UNLIMITED = 1 << 30
 HALF_BLOCK = KEYS // 2
 """Tokens of a block in half precision, which has a page's bytes."""
 
-TILE_BYTES = 48
-"""sizeof(PagedTile)."""
+TILE_BYTES = {False: 48, True: 72}
+"""sizeof(PagedTile) and sizeof(PackedPagedTile)."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class PrefillConfig:
         stages: pages in shared memory, each of 256 head_dim bytes.
         registers: registers of a consumer's thread.
         int8: Q and K are int8, and are multiplied as int8.
+        packed: takes packed queries, and only these.
     """
 
     head_dim: int
@@ -48,6 +50,7 @@ class PrefillConfig:
     stages: int
     registers: int
     int8: bool = False
+    packed: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -69,7 +72,7 @@ class PrefillConfig:
         """sizeof(PrefillStorage), in bytes."""
         tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
-        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES + 16 * self.stages
+        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES[self.packed] + 16 * self.stages
         return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 5 * self.stages), 1024)
 
     @property
@@ -82,34 +85,55 @@ E4M3_INSTANCES = (PrefillConfig(64, 3, 4, 160), PrefillConfig(128, 3, 4, 160), P
 
 INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
 
-INSTANCES = E4M3_INSTANCES + INT8_INSTANCES
+PACKED_E4M3_INSTANCES = tuple(PrefillConfig(*sizes, packed=True) for sizes in ((64, 3, 4, 160), (128, 2, 5, 232), (256, 2, 2, 240)))
+"""For packed queries. A third consumer for 128 channels would spill 140 bytes, and 480 in int8."""
+
+GROUPS = tuple(
+    tuple(replace(config, int8=int8) for config in configs) for configs in (E4M3_INSTANCES, PACKED_E4M3_INSTANCES) for int8 in (False, True)
+)
+"""Instances that are compiled together."""
+
+INSTANCES = tuple(config for group in GROUPS for config in group)
 
 
 def group(config: PrefillConfig) -> tuple[PrefillConfig, ...]:
     """The instances that are compiled together with one."""
-    return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
+    return next(group for group in GROUPS if config in group)
 
 
-def choose(dim: int, qk: ProductType) -> PrefillConfig:
+def choose(dim: int, qk: ProductType, packed: bool = False) -> PrefillConfig:
     """The instance for a head dim that the kernel supports."""
-    return next(config for config in INSTANCES if (config.head_dim, config.int8) == (dim, qk == "int8"))
+    return next(config for config in INSTANCES if (config.head_dim, config.int8, config.packed) == (dim, qk == "int8", packed))
 
 
-def is_faster(q: torch.Tensor) -> bool:
-    """Whether Triton's kernel is expected to be slower: with many queries."""
-    return q.shape[2] >= LEAST_QUERIES
+def left_of(window: Window) -> int:
+    """Keys before its own one that a query sees."""
+    return min(window[0], UNLIMITED) if window[0] >= 0 else UNLIMITED
 
 
-def tiles_of(q: torch.Tensor, config: PrefillConfig) -> int:
-    """Tiles of all heads."""
-    return q.shape[0] * q.shape[1] * -(-q.shape[2] // config.tile_rows)
+def is_faster(q: torch.Tensor, batch: PagedBatch | None = None) -> bool:
+    """Whether Triton's kernel is expected to be slower: with many queries. `batch`: of packed ones."""
+    return (q.shape[2] if batch is None else batch.most_queries(q)) >= LEAST_QUERIES
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Queries or new tokens as the kernel takes them: packed ones (T, H, D) as (1, H, T, D)."""
+    return x if x.dim() == 4 else x.transpose(0, 1)[None]
+
+
+def tiles_of(call: PagedCall, config: PrefillConfig) -> int:
+    """Tiles of all heads; of packed queries, places of tiles."""
+    rows, (batch, heads, queries, _) = call.batch.lengths.shape[0], rows_of(call.q).shape
+    return heads * (queries // config.tile_rows + rows if config.packed else batch * -(-queries // config.tile_rows))
 
 
 def heads_side_by_side(call: PagedCall, ctas: int) -> int:
     """Query heads whose tiles the schedule mixes: schedule.heads_side_by_side."""
-    batch, kv_heads, _, dim = (call.q.shape[0], *call.storage.k.shape[1:])
+    batch, kv_heads, _, dim = (call.batch.lengths.shape[0], *call.storage.k.shape[1:])
     keys = max(call.batch.most_pages * PAGE, 1)
-    return mixed_heads(batch * kv_heads, call.q.shape[1] // kv_heads, keys * 2 * dim, ctas)
+    heads, per_row = call.q.shape[1] // kv_heads, keys * 2 * dim
+    # of packed queries, the tiles of a head come from all rows
+    return mixed_heads(kv_heads, heads, batch * per_row, ctas) if call.q.dim() == 3 else mixed_heads(batch * kv_heads, heads, per_row, ctas)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,7 +158,7 @@ def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, dev
     reason = unsupported_arch(device)
     if reason is not None:
         return reason
-    q, dims = tokens.q, {*tokens.dims}
+    q, dims = rows_of(tokens.q), {*tokens.dims}
     if q.dtype not in DTYPES or tokens.dtype != q.dtype:
         return f"query is {q.dtype} and the cache's tokens are {tokens.dtype}; it takes {' or '.join(map(str, DTYPES))} for both"
     if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
@@ -144,8 +168,8 @@ def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, dev
     if not softmax_scale > 0:
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
     if q.numel() == 0:
-        return f"query has shape {tuple(q.shape)}; it takes at least one query"
-    for name, x in (("query", q), *zip(("key", "value"), tokens.new or (), strict=False)):
+        return f"query has shape {tuple(tokens.q.shape)}; it takes at least one query"
+    for name, x in (("query", q), *zip(("key", "value"), map(rows_of, tokens.new or ()), strict=False)):
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}; it takes query's dtype, {q.dtype}"
         reason = unsupported_size(name, x) or unsupported_rows(name, x) or unsupported_tma(x, name)
@@ -159,5 +183,5 @@ def unsupported_call(call: PagedCall, device: Device) -> str | None:
     storage = call.storage
     tokens = Tokens(call.q, call.new, (storage.k.shape[3], storage.v.shape[3]), storage.k.dtype)
     reason = unsupported_tokens(tokens, call.recipe, call.softmax_scale, device)
-    rows = storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, call.q.shape[3])
+    rows = storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, call.q.shape[-1])
     return reason or (f"the cache has {rows} rows of keys or values; it takes fewer than 2^31" if rows >= 1 << 31 else None)

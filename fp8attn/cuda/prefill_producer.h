@@ -47,16 +47,18 @@ __device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& share
 
 // Blocks of a tile in half precision. TMA loads those whose tokens are all new. Of the others, three warps copy what is
 // there, from the last tokens of the cache and from the new ones.
-template <typename T, int DIM>
+template <typename T, PrefillConfig C>
 struct TokenBlocks {
+  using PageTile = typename PrefillShape<C>::PageTile;
+  static constexpr int DIM = C.head_dim;
   static constexpr int first_thread = 32, threads = 96;
   static constexpr int chunks = DIM / 8, parts = HALF_BLOCK * chunks;  // of 16 bytes: of a token, and of all
 
   const PrefillParams& params;
-  const PagedTile& tile;
+  const PageTile& tile;
   int edge;  // the first token that is among the new ones; those before are among the last tokens of the cache
 
-  __device__ TokenBlocks(const PrefillParams& its_params, const PagedTile& its_tile)
+  __device__ TokenBlocks(const PrefillParams& its_params, const PageTile& its_tile)
       : params(its_params), tile(its_tile), edge(its_tile.start + (its_params.new_k == nullptr ? its_tile.count : 0)) {}
 
   // The block's first token among the new ones; negative if not all of its tokens are new.
@@ -77,7 +79,7 @@ struct TokenBlocks {
       const bool exists = tile.has_sequence && token < tile.start + tile.count, is_new = token >= edge;
       const auto copy = [&](uint8_t* to, const void* last_tokens, const void* new_tokens, const int64_t (&strides)[3]) {
         const T* from = static_cast<const T*>(last_tokens) + (recent + token % RECENT) * DIM;
-        if (is_new) from = static_cast<const T*>(new_tokens) + tile.batch * strides[0] + tile.kv_head * strides[1] + int64_t(token - edge) * strides[2];
+        if (is_new) from = static_cast<const T*>(new_tokens) + tensor_batch(tile) * strides[0] + tile.kv_head * strides[1] + int64_t(tensor_row(tile) + token - edge) * strides[2];
         ptx::cp_async_16(to + place(part), exists ? from + channel : static_cast<const T*>(last_tokens), exists);
       };
       copy(k, params.recent_k, params.new_k, params.new_k_strides);
@@ -106,8 +108,8 @@ struct TokenBlocks {
 
 // One thread of a warp takes the stages of a tile's blocks in half precision as they become free, and starts TMA.
 template <PrefillConfig C, typename T>
-__device__ void start_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring, Ring<C.stages>& taken) {
-  const TokenBlocks<T, C.head_dim> blocks(params, tile);
+__device__ void start_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::PageTile& tile, Ring<C.stages>& ring, Ring<C.stages>& taken) {
+  const TokenBlocks<T, C> blocks(params, tile);
 #pragma unroll 1
   for (int i = 0; i < tile.halves; ++i, ring.advance(), taken.advance()) {
     if (threadIdx.x % 32 != 0) continue;
@@ -122,8 +124,8 @@ __device__ void start_half_blocks(const PrefillParams& params, PrefillStorage<C>
 #pragma unroll 1
     for (int panel = 0; panel < PrefillShape<C>::half_panels; ++panel) {
       const int offset = panel * HALF_BLOCK * HALF_ROW;
-      ptx::tma_load(shared.k[stage] + offset, params.new_k_map, barrier, panel * HALF_ROW, first, tile.kv_head, tile.batch);
-      ptx::tma_load(shared.v[stage] + offset, params.new_v_map, barrier, panel * HALF_ROW, first, tile.kv_head, tile.batch);
+      ptx::tma_load(shared.k[stage] + offset, params.new_k_map, barrier, panel * HALF_ROW, tensor_row(tile) + first, tile.kv_head, tensor_batch(tile));
+      ptx::tma_load(shared.v[stage] + offset, params.new_v_map, barrier, panel * HALF_ROW, tensor_row(tile) + first, tile.kv_head, tensor_batch(tile));
     }
     ptx::mbarrier_expect(barrier, 2 * KEYS * C.head_dim);
   }
@@ -131,8 +133,8 @@ __device__ void start_half_blocks(const PrefillParams& params, PrefillStorage<C>
 
 // The other warps of the producer finish them.
 template <PrefillConfig C, typename T>
-__device__ void finish_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring, Ring<C.stages>& taken) {
-  using Blocks = TokenBlocks<T, C.head_dim>;
+__device__ void finish_half_blocks(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::PageTile& tile, Ring<C.stages>& ring, Ring<C.stages>& taken) {
+  using Blocks = TokenBlocks<T, C>;
   const Blocks blocks(params, tile);
 #pragma unroll 1
   for (int i = 0; i < tile.halves; ++i, ring.advance(), taken.advance()) {
@@ -146,16 +148,35 @@ __device__ void finish_half_blocks(const PrefillParams& params, PrefillStorage<C
   }
 }
 
+// Stores the outputs of packed queries of no row, zeros, and their LSE. CTAs share the queries, and the other warps of
+// the producer the channels.
+template <PrefillConfig C>
+__device__ void store_queries_of_no_row(const Params& p) {
+  constexpr int others = 128 - 32;
+  const int thread = threadIdx.x - 32, bytes = p.q_heads * C.head_dim * (p.out_type == OutType::f32 ? 4 : 2);
+#pragma unroll 1
+  for (int query = p.tile_table[int(TableHeader::end)] + blockIdx.x; query < p.q_length; query += gridDim.x) {
+    uint8_t* row = static_cast<uint8_t*>(p.out) + int64_t(query) * bytes;  // of all heads
+#pragma unroll 1
+    for (int i = 16 * thread; i < bytes; i += 16 * others) *reinterpret_cast<uint4*>(row + i) = {};
+#pragma unroll 1
+    for (int head = thread; head < p.q_heads; head += others) p.lse[int64_t(head) * p.q_length + query] = -INFINITE;
+  }
+}
+
 // Loads all blocks of all tiles of the CTA. T: of what is in half precision. The first warp is ahead of the others. It
 // writes the next tile before it takes a stage for this one's last block. The others and the consumers wait for that.
 template <PrefillConfig C, typename T>
-__device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTileSchedule& schedule) {
+__device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::Schedule& schedule) {
   using S = PrefillShape<C>;
   const Params& p = params.call;
   const int warp = ptx::uniform(threadIdx.x / 32);
   Ring<C.stages> ring, taken;
+  if constexpr (C.packed) {
+    if (warp > 0) store_queries_of_no_row<C>(p);
+  }
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
-    const PagedTile& tile = shared.tiles[round % shared.TILES];
+    const auto& tile = shared.tiles[round % shared.TILES];
     if (warp > 0) {
       const int behind = ring.stage + tile.pages - tile.first_page;
       ring = {behind % C.stages, ring.phase ^ (behind / C.stages & 1)};
@@ -167,9 +188,9 @@ __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& share
     load_pages<C>(params, shared, tile, ring);
     if (threadIdx.x == 0) {
       write_next_tile<C>(shared, schedule, round);
-      const Tile& next = shared.tiles[(round + 1) % shared.TILES];
+      const auto& next = shared.tiles[(round + 1) % shared.TILES];
       for (int i = 0; next.exists() && i < S::half_panels * C.consumers; ++i)
-        ptx::tma_load_ahead(p.q_map, i / C.consumers * HALF_ROW, next.first_row + i % C.consumers * ROWS, next.head, next.batch);
+        ptx::tma_load_ahead(p.q_map, i / C.consumers * HALF_ROW, tensor_row(next) + next.first_row + i % C.consumers * ROWS, next.head, tensor_batch(next));
     }
     start_half_blocks<C, T>(params, shared, tile, ring, taken);
     __syncwarp();  // all lanes read the next tile

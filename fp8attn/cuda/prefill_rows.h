@@ -188,12 +188,19 @@ __device__ void add_half_block(PrefillRows<C>& rows, float (&s)[HALF_BLOCK / 2],
 
 // Normalises and stores the output of rows, and their LSE.
 template <PrefillConfig C>
-__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const PagedRowRange& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
+__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::PageTile& tile, const PagedRowRange& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
   using S = PrefillShape<C>;
   const Params& p = params.call;
   const Restored<C.head_dim> scales;
   float l[2] = {rows.softmax.l[0], rows.softmax.l[1]}, limit[2] = {rows.softmax.limit[0], rows.softmax.limit[1]};
-  StagedOutput<Restored<C.head_dim>, S::output_boxes> output(p, range.tile, range.first_row, nullptr, scales, shared.output[consumer], l);
+  const auto row_end = [&] {
+    if constexpr (C.packed)
+      return tile.end;
+    else
+      return p.q_length;
+  };
+  const int first_row = tensor_row(tile) + range.first_row;
+  StagedOutput<Restored<C.head_dim>, S::output_boxes, true, C.packed> output(p, tensor_tile(tile), first_row, row_end, scales, shared.output[consumer], l);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (p.sinks == nullptr || !range.tile.is_token(range.first_row + f.row + 8 * r)) continue;
@@ -205,9 +212,9 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   if (f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = range.first_row + f.row + 8 * r;
-    if (row >= p.q_length) continue;
-    p.lse[(int64_t(range.tile.batch) * p.q_heads + range.tile.head) * p.q_length + row] = l[r] == 0.0f ? -INFINITE : (limit[r] + log2f(l[r])) / LOG2E;
+    const int row = first_row + f.row + 8 * r;
+    if (row >= row_end()) continue;
+    p.lse[(int64_t(tensor_batch(tile)) * p.q_heads + tile.head) * p.q_length + row] = l[r] == 0.0f ? -INFINITE : (limit[r] + log2f(l[r])) / LOG2E;
   }
 }
 

@@ -34,6 +34,8 @@ struct PrefillShape {
   static constexpr int output_boxes = dim > 64 ? 2 : 1;
   static constexpr int producer_barrier = 1 + C.consumers;
   static constexpr bool prepares_late = parts > 1;  // as the dense kernel's Shape
+  using PageTile = std::conditional_t<C.packed, PackedPagedTile, PagedTile>;
+  using Schedule = std::conditional_t<C.packed, PackedPagedTileSchedule, PagedTileSchedule>;
   static_assert(HALF_BLOCK * 2 == KEYS);            // a block in half precision is as large as a page
 };
 
@@ -46,7 +48,7 @@ struct alignas(1024) PrefillStorage {
   OutputBoxes<S::output_boxes> output[C.consumers];  // between two outputs, queries as they came
   TileScales<C.head_dim> scales[C.consumers];
   float mean_score[C.consumers][ROWS];  // what K's mean adds to the scores of each row, in base 2
-  PagedTile tiles[4];                   // of this round and the next; consumers may be two rounds apart
+  typename S::PageTile tiles[4];        // of this round and the next; consumers may be two rounds apart
   PageScales page_scales[C.stages];
   uint64_t q_empty[C.consumers], half_queries_full[C.consumers];
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
@@ -63,8 +65,13 @@ struct alignas(1024) PrefillStorage {
 
 // What the CTA does after `round`; first after -1.
 template <PrefillConfig C>
-__device__ void write_next_tile(PrefillStorage<C>& shared, const PagedTileSchedule& schedule, int round) {
-  shared.tiles[(round + 1) % shared.TILES] = schedule.at(round < 0 ? int(blockIdx.x) : schedule.after(round));
+__device__ void write_next_tile(PrefillStorage<C>& shared, const typename PrefillShape<C>::Schedule& schedule, int round) {
+  const int position = round < 0 ? int(blockIdx.x) : schedule.after(round);
+  auto& to = shared.tiles[(round + 1) % shared.TILES];
+  if constexpr (C.packed)
+    schedule.write(to, position);
+  else
+    to = schedule.at(position);
 }
 
 }  // namespace fp8attn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -117,7 +118,7 @@ def forward(
     library = library_of(config, device)
     arguments, scratch = launch_of(call, device, config, library, splits)
     memory = memory_of(scratch, out)
-    counter = memory.counter if tile_table is None else tile_table[0].narrow(0, TABLE_HEADER.index("taken"), 1)
+    counter = memory.counter if tile_table is None else counter_of(tile_table)
     if scratch.splits:
         parts, part_rows = memory.parts, memory.flags
     library.operators.forward.default(
@@ -359,10 +360,18 @@ def unsmoothed_lse(lse: torch.Tensor, q: torch.Tensor, k_mean: torch.Tensor, sof
     return out
 
 
-def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def counter_of(tile_table: torch.Tensor) -> torch.Tensor:
+    """Of the tiles of packed sequences that CTAs have taken."""
+    return tile_table[0].narrow(0, TABLE_HEADER.index("taken"), 1)
+
+
+def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """pages.attend_paged by the decode kernel, of queries whose tokens are in the cache.
 
     `decode.unsupported_call` must return None for the call.
+
+    Args:
+        few: outputs of rows with more packed queries are not written. None: such rows have max_count at most.
 
     Returns:
         out (B, Hq, S, D) and LSE (B, Hq, S); of packed queries (T, Hq, D) and (Hq, T).
@@ -370,14 +379,14 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
-    q, storage = call.q, call.storage
+    q, storage, batch = call.q, call.storage, call.batch if few is None else replace(call.batch, max_count=few)
     config = decode.choose(storage)
     library = build.load_with(config, decode.group(config), device.arch)
-    ctas, most, dim = decode.ctas_of(config, device), call.batch.most_queries(q), q.shape[-1]
-    out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, storage.k.shape[1], call.batch), out_dtype)
+    ctas = decode.ctas_of(config, device)
+    numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None]
+    out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, storage.k.shape[1], batch), out_dtype)
     library.operators.decode.default(
-        library.launchers[config], ctas, most, part_of(dim, call.recipe.rotate), call.softmax_scale, q, storage.tensors(),
-        list(call.batch.tensors()), [out, lse, *parts, storage.tickets],
+        library.launchers[config], ctas, numbers, call.softmax_scale, q, storage.tensors(), list(batch.tensors()), [out, lse, *parts, storage.tickets]
     )  # fmt: skip
     return out, lse
 
@@ -413,29 +422,38 @@ def attend_to_tensors(
     return out, lse
 
 
-def prefill_from_pages(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def prefill_from_pages(
+    call: PagedCall, device: Device, out_dtype: torch.dtype, tile_table: torch.Tensor | None = None,
+    results: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """pages.attend_paged by the prefill kernel.
 
     `prefill.unsupported_call` must return None for the call.
 
+    Args:
+        tile_table: of packed queries, triton.varlen.table_of_rows for the instance's tiles.
+        results: output and LSE, which have the rows that aren't in the table. None: there are none.
+
     Returns:
-        out (B, Hq, S, D) and LSE (B, Hq, S).
+        out (B, Hq, S, D) and LSE (B, Hq, S); of packed queries (T, Hq, D) and (Hq, T).
 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
-    q, storage = call.q, call.storage
-    config = prefill.choose(q.shape[3], call.recipe.qk)
+    q, storage, packed = call.q, call.storage, call.batch.cu_seqlens is not None
+    config = prefill.choose(q.shape[-1], call.recipe.qk, packed)
     library = build.load_with(config, prefill.group(config), device.arch)
-    tiles = prefill.tiles_of(q, config)
+    tiles = prefill.tiles_of(call, config)
     ctas = min(tiles, device.sm_count)
-    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(q.shape[:3], dtype=torch.float32)
-    counter = q.new_zeros(1, dtype=torch.int32) if tiles > ctas else None
-    k, v = (None, None) if call.new is None else call.new
-    left = min(call.window[0], prefill.UNLIMITED) if call.window[0] >= 0 else prefill.UNLIMITED
+    out, lse = results or (q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32))
+    counter = None if tile_table is None else counter_of(tile_table)
+    if tile_table is None and tiles > ctas:
+        counter = q.new_zeros(1, dtype=torch.int32)
+    k, v = (None, None) if call.new is None else (prefill.rows_of(x) for x in call.new)
+    numbers = [prefill.heads_side_by_side(call, ctas), prefill.left_of(call.window), call.batch.most_queries(q)]
     library.operators.prefill.default(
-        library.launchers[config], ctas, [prefill.heads_side_by_side(call, ctas), left], call.softmax_scale, [q, k, v, call.sinks],
-        storage.tensors(), list(call.batch.tensors()[:4]), [out, lse, counter],
+        library.launchers[config], ctas, numbers, call.softmax_scale, [prefill.rows_of(q), k, v, call.sinks],
+        storage.tensors(), [*call.batch.tensors()[:4], tile_table], [prefill.rows_of(out), lse[None] if packed else lse, counter],
     )  # fmt: skip
     return out, lse
 

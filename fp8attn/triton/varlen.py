@@ -14,6 +14,7 @@ import triton.language as tl
 from .. import layout, schedule
 from ..call import Call
 from ..device import INTERPRETING, Device
+from ..pages import LARGEST_LENGTH, PagedCall
 from ..recipe import SCALE_BLOCK, Packed
 from .launch import begin, launch
 
@@ -21,6 +22,7 @@ SEARCH: tl.constexpr = tl.constexpr(128)  # sequences that are compared at a tim
 PITCH: tl.constexpr = tl.constexpr(schedule.TILE_PITCH)
 TILES_AT: tl.constexpr = tl.constexpr(schedule.TABLE_HEADER.index("tiles"))
 TAKEN_AT: tl.constexpr = tl.constexpr(schedule.TABLE_HEADER.index("taken"))
+END_AT: tl.constexpr = tl.constexpr(schedule.TABLE_HEADER.index("end"))
 PAGE: tl.constexpr = tl.constexpr(SCALE_BLOCK)
 # the interpreter runs plain Python functions as they are
 first_unit = layout.first_unit if INTERPRETING else triton.jit(layout.first_unit)
@@ -35,11 +37,18 @@ def begins_of(cu_seqlens, sequences, tokens, inside):
 
 @triton.jit
 def spans_of(cu_seqlens, seqused, sequences, tokens, inside):
-    """Packed.spans of some sequences, a tensor or a number; nothing where not `inside`."""
-    begin = begins_of(cu_seqlens, sequences, tokens, inside)
-    length = tl.maximum(begins_of(cu_seqlens, sequences + 1, tokens, inside) - begin, 0)
-    if seqused is not None:
-        length = tl.minimum(tl.maximum(tl.load(seqused + sequences, mask=inside, other=0), 0), length)
+    """Packed.spans of some sequences, a tensor or a number; nothing where not `inside`.
+
+    Without `cu_seqlens`, lengths are those of `seqused`.
+    """
+    if cu_seqlens is None:
+        begin = sequences * 0
+        length = tl.maximum(tl.load(seqused + sequences, mask=inside, other=0), 0)
+    else:
+        begin = begins_of(cu_seqlens, sequences, tokens, inside)
+        length = tl.maximum(begins_of(cu_seqlens, sequences + 1, tokens, inside) - begin, 0)
+        if seqused is not None:
+            length = tl.minimum(tl.maximum(tl.load(seqused + sequences, mask=inside, other=0), 0), length)
     return begin, length
 
 
@@ -164,15 +173,16 @@ def tiles_above(work, q_length, kv_length, window, sharing, ROWS: tl.constexpr, 
     return tl.where(of_full > work, tiles - partial, 0) + tl.where(of_last > work, partial, 0)
 
 
-@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right", "sharing"])
+@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right", "sharing", "few"])
 def table_kernel(
-    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, sharing,
+    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, sharing, few,
     ROWS: tl.constexpr, UNITS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Write the table of tiles of UNITS x ROWS queries, (1 + layout.tiles_of(q, ...), TILE_PITCH): the header, then the
     tiles, those with the most work first.
 
     A tile has units of ROWS queries of `sharing` heads: of all heads the first rows, then of all heads the next ones.
+    Sequences of at most `few` queries have none.
 
     Tiles with the same work are in the order of sequences, and in a sequence from the last one on. Each program
     computes the rank of the tile at its place. Starts of sequences that aren't in order would leave ranks without a
@@ -185,6 +195,7 @@ def table_kernel(
     window = (left, right)
     own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, ROWS, sharing, UNITS)
     k_begin, k_length = spans_of(cu_k, used_k, own, k_tokens, own < sequences)
+    q_length = tl.where(q_length > few, q_length, 0)
     own_tiles, missing = tiles_of(q_length, sharing, ROWS, UNITS)
     full = own_tiles - (missing > 0).to(tl.int32)
     of_full, of_last = work_of(k_length, missing, window, ROWS * UNITS)
@@ -197,6 +208,7 @@ def table_kernel(
         index = first + lanes
         begins, q_lengths = spans_of(cu_q, used_q, index, q_tokens, index < sequences)
         _, k_lengths = spans_of(cu_k, used_k, index, k_tokens, index < sequences)
+        q_lengths = tl.where(q_lengths > few, q_lengths, 0)
         # of earlier sequences, tiles with the same work are ahead, too
         ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, sharing, ROWS, UNITS))
         of_sequences, _ = tiles_of(q_lengths, sharing, ROWS, UNITS)
@@ -208,6 +220,7 @@ def table_kernel(
     if place == 0:
         tl.store(table + TILES_AT, tl.where(tl.sum(disorder, 0) > 0, 0, tl.sum(tiles, 0)))
         tl.store(table + TAKEN_AT, 0)
+        tl.store(table + END_AT, begins_of(cu_q, sequences, q_tokens, sequences >= 0))
     rank = tl.sum(ahead, 0) + own_ahead
     there = (tile < own_tiles) & (rank < tl.num_programs(0))
     entry = table + (1 + rank) * PITCH
@@ -238,7 +251,27 @@ def table_of(call: Call, rows: int, device: Device, units: int | None = None, *,
     table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=call.q.device)
     launch(
         table_kernel, (places,),
-        q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, sharing, rows, units,
+        q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, sharing, 0, rows, units,
+        device.has_dependent_launch, warmup=warmup, dependent=device.has_dependent_launch, num_warps=1,
+    )  # fmt: skip
+    return table
+
+
+def table_of_rows(call: PagedCall, rows: int, few: int, device: Device, *, warmup: bool = False) -> torch.Tensor:
+    """The same of packed queries of a cache, whose keys are not packed.
+
+    Args:
+        rows: queries of a tile, all of one head.
+        few: rows of the batch with at most as many queries have no tiles.
+        warmup: compile only.
+    """
+    batch, tokens, left = call.batch, call.q.shape[0], min(call.window[0], LARGEST_LENGTH)
+    sequences = batch.lengths.shape[0]
+    places = tokens // rows + sequences
+    table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=batch.lengths.device)
+    launch(
+        table_kernel, (places,),
+        batch.cu_seqlens, None, None, batch.lengths, table, sequences, tokens, 0, left, 0, 1, few, rows, 1,
         device.has_dependent_launch, warmup=warmup, dependent=device.has_dependent_launch, num_warps=1,
     )  # fmt: skip
     return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from fp8attn.cuda import build, decode, prefill, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES, PagedCall
 from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
+from fp8attn.triton import varlen
 from paging import assert_attends
 
 H100 = ARCHITECTURES[90]
@@ -37,6 +39,8 @@ class Case:
     left: int = -1
     sinks: bool = False
     seed: int = 0
+    packed: bool = False
+    behind: int = 0
 
     def call(self, device: torch.device, out_of: int | None = None) -> PagedCall:
         """The call, with shuffled pages; what no token has written is NaN."""
@@ -73,6 +77,15 @@ class Case:
         q = q.to(device, self.dtype)
         sinks = torch.linspace(-2, 3, heads, device=device) if self.sinks else None
         options = self.recipe, self.scale, (self.left, 0), 0.0, sinks
+        if self.packed:
+            q, *new = (
+                torch.cat(
+                    [*(x[i, :, :n].transpose(0, 1) for i, n in enumerate(self.counts)), torch.full((self.behind, *x.shape[1:4:2]), torch.nan).to(x)]
+                )
+                for x in (q, *new)
+            )
+            starts = torch.tensor([0, *itertools.accumulate(self.counts)], dtype=torch.int32, device=device)
+            new, batch = tuple(new), PagedBatch(table.to(device), after, None, sequences, None, starts)
         return PagedCall(q, storage if self.new else cache.storage, new if self.new else None, batch, *options)
 
 
@@ -82,7 +95,12 @@ def attend(library: build.Library | None, call: PagedCall, device: Device, out_d
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
-        return run.prefill_from_pages(call, device, out_dtype)
+        table = None
+        if call.batch.cu_seqlens is not None:
+            rows = prefill.choose(call.q.shape[2], call.recipe.qk, True).tile_rows
+            table = varlen.table_of_rows(call, rows, 0, device_of(call.q.device))
+        unwritten = torch.full_like(call.q, 1e4, dtype=out_dtype), torch.full(pages.lse_shape(call.q), 1e4, device=call.q.device)
+        return run.prefill_from_pages(call, device, out_dtype, table, unwritten)
 
 
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
@@ -123,6 +141,13 @@ CASES = {
     "window, int8, sinks": (Case((500, 140), (300, 140), left=150, recipe=PRECISE, sinks=True), 2),
     "sinks": (Case((300, 200, 5), (200, 150, 2), kv_heads=2, sinks=True), 2),
     "sinks, large scores": (Case((500,), (300,), scale=1e8, sinks=True), 1),
+    "packed": (Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7), 2),
+    "packed, all edges": (Case((0, 1, 64, 127, 128, 129, 192, 256, 257), (0, 1, 64, 127, 1, 2, 65, 128, 3), packed=True), 2),
+    "packed, half": (Case((300, 200), (200, 150), dtype=torch.float16, kv_heads=2, packed=True), 2),
+    "packed, tokens of the cache": (Case((300, 130, 257), (65, 30, 2), new=False, packed=True), 2),
+    "packed, 128 channels, int8": (Case((450, 140), (200, 140), dim=128, recipe=PRECISE, packed=True, behind=3), 1),
+    "packed, 256 channels, window, sinks": (Case((400, 200), (300, 150), left=150, dim=256, group=1, sinks=True, packed=True), 1),
+    "packed, many rows": (Case((3,) * 40 + (150,), (3,) * 40 + (150,), packed=True), 3),
     "no means": (Case((300,), (200,), recipe=Recipe(smooth_k=False, smooth_v=False)), 1),
 }
 """By what is special, with the number of SMs that share the work."""
@@ -136,7 +161,7 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 
 def config_of(case: Case) -> prefill.PrefillConfig:
-    return prefill.choose(case.dim, case.recipe.qk)
+    return prefill.choose(case.dim, case.recipe.qk, case.packed)
 
 
 def library_of(backend: str, case: Case) -> build.Library | None:
@@ -180,8 +205,9 @@ def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torc
     assert_attends(*actual, expected, case.dtype, backend == "emulated")
 
 
-def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device) -> None:
-    case = Case((400, 400, 400, 400, 300), (200, 200, 200, 200, 150), group=1)
+@pytest.mark.parametrize("packed", (False, True))
+def test_numbers_out_of_range_are_no_indices(packed: bool, backend: str, device: torch.device) -> None:
+    case = Case((400, 400, 400, 400, 300), (200, 200, 200, 200, 150), group=1, packed=packed)
     call = case.call(place_of(backend, device))
     assert call.batch.sequences is not None
     call.batch.page_table[1, 1] = -1
@@ -193,6 +219,81 @@ def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device)
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
     assert bool(actual[0][0].isfinite().all())
+
+
+def test_rows_with_more_packed_queries_than_allowed(backend: str, device: torch.device) -> None:
+    case = Case((300, 400), (200, 50), group=1, packed=True)
+    call = case.call(place_of(backend, device))
+    call = dataclasses.replace(call, batch=dataclasses.replace(call.batch, max_count=199))
+    out, _ = attend(library_of(backend, case), call, dataclasses.replace(H100, sm_count=2))
+    assert bool(out[:200].isnan().all()) and bool(out[200:].isfinite().all())
+
+
+MIXED = Case((300, 420, 8, 0, 200, 258, 3), (1, 250, 8, 0, 60, 9, 3), group=2, packed=True, behind=4)
+"""Rows of few queries, 8 of two heads that share keys, and of many."""
+
+
+def mixed_call(device: torch.device, **options) -> PagedCall:
+    """The call, whose new tokens are in the cache, too."""
+    case = dataclasses.replace(MIXED, **options)
+    return dataclasses.replace(case.call(device), storage=dataclasses.replace(case, new=False).call(device).storage)
+
+
+@pytest.fixture
+def of_batches(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Where calls of batches with few and many queries run, of head dim 64."""
+    monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
+    if backend == "emulated":
+        monkeypatch.setattr(varlen, "table_of_rows", lambda *call, table_of_rows=varlen.table_of_rows: table_of_rows(*call[:-1], device_of(device)))
+        monkeypatch.setattr(build, "unavailable", lambda *_: None)
+        of = {type(config): make(config) for make, config in ((emulation.prefiller, config_of(MIXED)), (emulation.decoder, decode.INSTANCES[0]))}
+        monkeypatch.setattr(build, "load_with", lambda config, *_: of[type(config)])
+    return place_of(backend, device)
+
+
+def test_batches_of_few_and_many_queries(backend: str, of_batches: torch.device) -> None:
+    call = mixed_call(of_batches)
+    actual = paged_ops._prefill(call, dataclasses.replace(H100, sm_count=3), torch.float32)
+    assert_attends(*actual, pages.attend_paged(call), MIXED.dtype, backend == "emulated")
+
+
+def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a kernel doesn't write stays as it was."""
+    call, unwritten = mixed_call(of_batches), 7.0
+    few, starts = paged_ops._few_queries(call), [0, *itertools.accumulate(MIXED.counts)]
+    assert few == 8
+
+    def filled(*given, decoded=run._decoded):
+        return [x.fill_(unwritten) for x in decoded(*given)]
+
+    monkeypatch.setattr(run, "_decoded", filled)
+    sms, expected = dataclasses.replace(H100, sm_count=3), pages.attend_paged(call)[0]
+    by_decode = run.attend_to_pages(call, sms, torch.float32, few)
+    table = varlen.table_of_rows(call, config_of(MIXED).tile_rows, few, device_of(of_batches))
+    by_prefill = run.prefill_from_pages(call, sms, torch.float32, table, tuple(torch.full_like(x, unwritten) for x in by_decode))
+    for count, (begin, end) in zip(MIXED.counts, itertools.pairwise(starts), strict=True):
+        mine, other = (by_decode, by_prefill) if count <= few else (by_prefill, by_decode)
+        torch.testing.assert_close(mine[0][begin:end], expected[begin:end], atol=0.2, rtol=0.1)
+        assert bool((other[0][begin:end] == unwritten).all()) and bool((other[1][:, begin:end] == unwritten).all())
+
+
+@pytest.mark.parametrize(
+    "options, few",
+    (
+        (dict(), 8),
+        (dict(group=4), 4),
+        (dict(counts=(3, 3, 3, 0, 3, 3, 3)), 8),
+        (dict(lengths=(300, 420), counts=(150, 150)), 0),  # all rows have as many
+        (dict(sinks=True), 0),
+        (dict(left=100), 0),
+    ),
+)
+def test_of_how_many_queries_the_decode_kernel_has_rows(options: dict, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
+    monkeypatch.setattr(build, "unavailable", lambda *_: None)
+    call = mixed_call(torch.device("cpu"), **options, behind=0)
+    counts = call.batch.cu_seqlens.diff().tolist()  # type: ignore[union-attr]
+    assert paged_ops._few_queries(dataclasses.replace(call, batch=dataclasses.replace(call.batch, max_count=max(counts)))) == few
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))
@@ -327,8 +428,8 @@ MUTANTS = {
     "queries without a fence": ("prefill.cuh", "shared.mean_score[consumer]);\n    ptx::fence_proxy_async();\n", "shared.mean_score[consumer]);\n"),
     "the wrong queries in half precision": (
         "prefill.cuh",
-        "tile.first_row + consumer * ROWS, tile.head, tile.batch);",
-        "tile.first_row, tile.head, tile.batch);",
+        "tile.first_row + consumer * ROWS, tile.head, tensor_batch(tile));",
+        "tile.first_row, tile.head, tensor_batch(tile));",
     ),
     "V of another half": ("prefill_rows.h", "ptx::operand_of(channels, step, 16 * HALF_ROW)", "ptx::operand_of(channels, step ^ 1, 16 * HALF_ROW)"),
     "keys released by one warp": (
@@ -349,6 +450,35 @@ MUTANTS = {
 }
 
 
+PACKED_MUTANTS = {
+    "queries of the first row": ("prefill.cuh", "tensor_row(tile) * p.q_strides[2]", "0 * p.q_strides[2]"),
+    "queries in half precision of the first row": (
+        "prefill.cuh",
+        "tensor_row(tile) + tile.first_row + consumer * ROWS, tile.head",
+        "tile.first_row + consumer * ROWS, tile.head",
+    ),
+    "new tokens of the first row": ("prefill_producer.h", "int64_t(tensor_row(tile) + token - edge)", "int64_t(token - edge)"),
+    "new blocks of the first row": (
+        "prefill_producer.h",
+        "params.new_k_map, barrier, panel * HALF_ROW, tensor_row(tile) + first",
+        "params.new_k_map, barrier, panel * HALF_ROW, first",
+    ),
+    "new values of the first row": (
+        "prefill_producer.h",
+        "params.new_v_map, barrier, panel * HALF_ROW, tensor_row(tile) + first",
+        "params.new_v_map, barrier, panel * HALF_ROW, first",
+    ),
+    "outputs of the next row": ("prefill_rows.h", "return tile.end;", "return p.q_length;"),
+    "outputs in the first row": ("prefill_rows.h", "tensor_tile(tile), first_row, row_end", "tensor_tile(tile), range.first_row, row_end"),
+    "LSE of the first row": ("prefill_rows.h", "const int row = first_row + f.row", "const int row = range.first_row + f.row"),
+    "numbers of the first row": ("tile/paged_tiles.h", "BatchRow row(params, batch, rows);", "BatchRow row(params, 0, rows);"),
+    "all packed queries are the row's": ("tile/paged_tiles.h", "BatchRow row(params, batch, rows);", "BatchRow row(params, batch, p.q_length);"),
+    "a tile twice, and the last one never": ("tile/paged_tiles.h", "(1 + inside / heads) * TILE_PITCH", "(max(inside / heads, 1)) * TILE_PITCH"),
+    "queries of no row stay": ("prefill_producer.h", "query = p.tile_table[int(TableHeader::end)] + blockIdx.x", "query = p.q_length"),
+    "one head of a group": ("tile/paged_tiles.h", "head = first + inside % heads, kv_head", "head = first, kv_head"),
+}
+"""Of packed queries."""
+
 INT8_MUTANTS = {
     "start not subtracted": ("tile/page_softmax.h", "__float_as_int(s) - START<DIM>", "__float_as_int(s)"),
     "e4m3's scale of queries": ("prefill.cuh", "Queries<C.head_dim, C.int8>", "Queries<C.head_dim, false>"),
@@ -356,7 +486,7 @@ INT8_MUTANTS = {
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *PACKED_MUTANTS.values()])
 
 
 MUTANT_CASES = (
@@ -369,12 +499,16 @@ MUTANT_CASES = (
 )
 
 
+PACKED_CASE = Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7, kv_heads=2), 2
+
+
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS))
+@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS, *PACKED_MUTANTS))
 def test_mutant_is_seen(name: str) -> None:
     cases = [(dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)] if name in INT8_MUTANTS else MUTANT_CASES
-    library = emulation.prefiller(config_of(cases[0][0]), (MUTANTS | INT8_MUTANTS)[name])
+    cases = [PACKED_CASE] if name in PACKED_MUTANTS else cases
+    library = emulation.prefiller(config_of(cases[0][0]), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS)[name])
 
     def check_all() -> None:
         for case, sms in cases:
@@ -385,7 +519,7 @@ def test_mutant_is_seen(name: str) -> None:
 
 
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
-    for case, sms in (*MUTANT_CASES, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
+    for case, sms in (*MUTANT_CASES, PACKED_CASE, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
         check(library_of(backend, case), case, place_of(backend, device), sms)
 
 

@@ -170,6 +170,17 @@ def packed_call(dim: int, recipe: Any, options: dict[str, Any]) -> tuple[Any, tu
     return varlen_call(quantized, q, {**options, "recipe": recipe}), tuple(x.transpose(0, 1)[None] for x in (q, k, v))  # type: ignore[return-value]
 
 
+def chunk_call(dim: int, recipe: Any) -> Any:
+    """A call of packed queries of a cache."""
+    import fp8attn
+    from fp8attn.pages import PagedCall
+
+    cache = fp8attn.KVCache(2, 4, 2, dim, recipe=recipe, device="cpu")
+    starts, table = torch.tensor([0, 30, 300], dtype=torch.int32), torch.zeros(2, 3, dtype=torch.int32)
+    batch = fp8attn.PagedBatch(table, torch.tensor([30, 270], dtype=torch.int32), cu_seqlens=starts)
+    return PagedCall(torch.zeros(300, 8, dim, dtype=torch.bfloat16), cache.storage, None, batch, recipe, 0.1)
+
+
 PACKED: tuple[tuple[int, str, dict[str, Any]], ...] = (
     (128, "e4m3", {}),
     (64, "int8", {"is_causal": True}),
@@ -183,7 +194,7 @@ def compile_packed(arch: int, half: int) -> list[str]:
 
     from fp8attn import Quantized, Recipe
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.triton import configs, lse, quantize, run
+    from fp8attn.triton import configs, lse, quantize, run, varlen
     from offline import architecture
 
     device, names = ARCHITECTURES[arch], []
@@ -205,6 +216,7 @@ def compile_packed(arch: int, half: int) -> list[str]:
             for config in dict.fromkeys((run.choose(call, device), configs.portable_config(call, device))):
                 run.forward(call, device, config, warmup=True)
             quantize.quantize_packed(k, v, recipe, call.varlen.k, device, warmup=True)
+            varlen.table_of_rows(chunk_call(dim, recipe), 128, 4, device, warmup=True)
             mean = torch.zeros(2, 2, dim)
             stored = Quantized(call.q, call.q_scale, "token", "rows", call.q.shape[2])
             for query, rotated in ((q, 64), (stored, 0)):

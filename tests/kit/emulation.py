@@ -191,7 +191,7 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("tiles_of_unit", "ctas_of_unit", "ctas_of_unit_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
-        ("half", ctypes.c_bool),
+        *((name, ctypes.c_bool) for name in ("half", "leaves_longer")),
         *((f"{name}_scale_strides", ctypes.c_int64 * 4) for name in "kv"),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("page", "copied_tokens", "capacity", "left", "right")),
@@ -207,7 +207,7 @@ class PrefillParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("recent_k", "recent_v", "new_k", "new_v")),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_k", "new_v")),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence", "left")),
+        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence", "left", "most")),
     ]
 
 
@@ -636,7 +636,7 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
     return p
 
 
-def decode_params(ctas: int, most: int, part: int, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
+def decode_params(ctas: int, numbers, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
     """The DecodeParams that binding.cpp's decode makes from its arguments."""
     names = ("k", "k_scale", "v", "v_page_scale", "k_mean", "v_mean", "v_scale", "recent_k", "recent_v")
     tensors = dict(zip(names, storage[:-1], strict=True))
@@ -644,7 +644,9 @@ def decode_params(ctas: int, most: int, part: int, softmax_scale: float, q: torc
     dim = k.size(3)
     boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
     maps = b"".join(matrix_map(*box) for box in boxes)
+    most, part, p_leaves = numbers
     p = _decode_params_of((ctas, most, softmax_scale, k.size(1)), q, maps, tensors, batch, results)
+    p.leaves_longer = p_leaves
     p.every_page, p.every_sequence = k.size(0), recent_k.size(0)
     p.part, p.inverse_part = part, 1.0 / max(part, 1)
     return p
@@ -675,10 +677,10 @@ def _slots_map(x: torch.Tensor, rows: int) -> bytes:
 def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, results) -> bytes:
     """The PrefillParams that binding.cpp's prefill makes from its arguments."""
     k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
-    (q, new_k, new_v, sinks), (table, lengths, counts, sequences), (out, lse, counter) = tokens, batch, results
+    (q, new_k, new_v, sinks), (table, lengths, counts, sequences, tile_table), (out, lse, counter) = tokens, batch, results
     dim = q.size(3)
     tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter, sinks=sinks)
-    call = _params_of(tensors | dict(lse_mean=k_mean), softmax_scale, 0)
+    call = _params_of(tensors | dict(lse_mean=k_mean, tile_table=tile_table), softmax_scale, 0)
     call.k_scale, call.value_dim, call.heads_side_by_side = k_scale.data_ptr(), dim, numbers[0]
     maps = (
         _rows_map(q, KEYS // 2, 128),
@@ -697,7 +699,7 @@ def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, result
         if x is not None:
             setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     p.table_stride, p.table_width, p.every_page, p.every_sequence = table.stride(0), table.size(1), k.size(0), recent_k.size(0)
-    p.left = numbers[1]
+    p.left, p.most = numbers[1], numbers[2]
     described = b"".join(maps) + bytes(call)
     of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
     # tensor maps, and so Params, are aligned to the size of one

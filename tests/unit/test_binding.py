@@ -29,6 +29,7 @@ from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Stage, Storage
 from fp8attn.prepare import call_of
 from fp8attn.recipe import Packed
+from fp8attn.schedule import TILE_PITCH
 from strategies import Case, cases
 
 H100 = ARCHITECTURES[90]
@@ -292,33 +293,44 @@ def test_params_of_prefill_are_as_described(recorder: Recorder, dtype: torch.dty
         assert told.arguments[1] == 20 and recorded_prefill(recorder, len(expected)) == expected
 
 
-def test_a_plan_repeats_prefill(recorder: Recorder) -> None:
-    """With the addresses of another cache and batch, in tensor maps too, and a counter that is zero at launch."""
+@pytest.mark.parametrize("packed", (False, True))
+def test_a_plan_repeats_prefill(recorder: Recorder, packed: bool) -> None:
+    """With the addresses of another cache, batch and table of tiles, in tensor maps too. If it isn't the table's, the counter is zero at launch."""
     told = Told(recorder, "prefill", "record_prefill")
 
     def operands() -> list[torch.Tensor | None]:
         call = prefill_call(torch.bfloat16, 128, True, {})
         assert call.new is not None
-        return [call.q, *call.new, torch.zeros(call.q.shape[1]), *call.batch.tensors()[:4], *call.storage.tensors()]
+        tokens, tile_table = (call.q, *call.new), None
+        if packed:
+            tokens = tuple(x.transpose(1, 2).flatten(0, 1) for x in tokens)
+            tile_table = torch.zeros(9, TILE_PITCH, dtype=torch.int32)
+        return [*tokens, torch.zeros(call.q.shape[1]), *call.batch.tensors()[:4], tile_table, *call.storage.tensors()]
 
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, sinks, table, lengths, counts, sequences, *storage = inputs
-        batch = fp8attn.PagedBatch(table, lengths, counts, sequences)
+        q, k, v, sinks, table, lengths, counts, sequences, tile_table, *storage = inputs
+        batch = fp8attn.PagedBatch(table, lengths, counts, sequences, cu_seqlens=lengths if packed else None)
         call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1, window=(99, 0), sinks=sinks)
-        return run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32)
+        return run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32, tile_table)
 
-    number = (1 << 41) + 2
+    number = (1 << 41) + 2 + packed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_with", lambda *_: prefill_library(told))
         assert recording.record(recorder.operators, {}, number, operands(), attend)
     _, _, numbers, scale, *_ = told.arguments
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
-    counter = torch.zeros(1, dtype=torch.int32)
+    tile_table, counter = given[8], torch.zeros(1, dtype=torch.int32)
+    if packed:
+        outputs = prefill.rows_of(outputs[0]), outputs[1][None]
 
     def with_counter(x: torch.Tensor) -> bytes:
-        return emulation.prefill_params(numbers, scale, given[:4], given[8:], given[4:8], [*outputs, x])
+        return emulation.prefill_params(numbers, scale, [*map(prefill.rows_of, given[:3]), given[3]], given[9:], given[4:9], [*outputs, x])
 
+    if tile_table is not None:
+        expected = with_counter(run.counter_of(tile_table))
+        assert recorded_prefill(recorder, len(expected)) == expected
+        return
     expected, other = with_counter(counter), with_counter(torch.zeros(1, dtype=torch.int32))
     found = recorded_prefill(recorder, len(expected))
     # the counter is the plan's own
@@ -460,9 +472,9 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
     assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[6:])), H100)
     found = emulation.DecodeParams.from_buffer_copy(buffer)
-    ctas, most, part, scale = numbers[:4]
+    ctas, of_call, scale = numbers[:3]
     scratch = [torch.empty(2 * ctas, 8, width) for width in (128, 2)]
-    expected = emulation.decode_params(ctas, most, part, scale, given[0], given[6:], given[1:6], [*outputs, *scratch, given[-1]])
+    expected = emulation.decode_params(ctas, of_call, scale, given[0], given[6:], given[1:6], [*outputs, *scratch, given[-1]])
     room = outputs[0].data_ptr()
     assert found.parts and found.part_rows and abs(found.part_rows - found.parts) >= scratch[1].nbytes and found.parts != room
     found.parts, found.part_rows = expected.parts, expected.part_rows

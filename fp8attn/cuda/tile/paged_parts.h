@@ -159,6 +159,7 @@ __device__ inline void store_empty_rows(const DecodeParams& p, int dim) {
     const int batch = pair / p.kv_heads, first_head = pair % p.kv_heads * p.group;
     const BatchRow row(p, batch);
     const int given = queries_of(p, batch, row.begin);
+    if (p.leaves_longer && given > p.q_length) continue;
 #pragma unroll 1
     for (int number = row.exists ? row.count : 0; number < given; ++number)
 #pragma unroll 1

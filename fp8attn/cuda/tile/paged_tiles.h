@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../ptx/uniform.h"
+#include "constants.h"
 #include "paged_schedule.h"
 #include "schedule.h"
 
@@ -21,6 +22,21 @@ struct PagedTile : Tile {
   __device__ int position(int row) const { return start + row; }
 };
 
+// A tile of packed queries. `packed`: the same tile in the tensor of all queries, where its row of the batch has the
+// queries begin ... end - 1.
+struct PackedPagedTile : PagedTile {
+  int begin, end;
+  Tile packed;
+};
+
+// Where a tile's row 0 is in the tensor of queries, and in that of new tokens.
+__device__ inline int tensor_batch(const PagedTile& tile) { return tile.batch; }
+__device__ inline int tensor_batch(const PackedPagedTile&) { return 0; }
+__device__ inline int tensor_row(const PagedTile&) { return 0; }
+__device__ inline int tensor_row(const PackedPagedTile& tile) { return tile.begin; }
+__device__ inline const Tile& tensor_tile(const PagedTile& tile) { return tile; }
+__device__ inline const Tile& tensor_tile(const PackedPagedTile& tile) { return tile.packed; }
+
 // Of whose pages there are scales and means.
 __device__ inline int sequence_of(const PagedTile& tile) { return tile.sequence; }
 
@@ -37,7 +53,12 @@ struct PagedTileSchedule : Schedule {
   __device__ PagedTile at(int position) const {
     const Tile tile = Schedule::at(position);
     if (!tile.exists()) return {tile};
-    const BatchRow row(params, tile.batch, p.q_length);
+    return of_row(tile, BatchRow(params, tile.batch, p.q_length));
+  }
+
+ protected:
+  // A tile of a row of the batch.
+  __device__ PagedTile of_row(const Tile& tile, const BatchRow& row) const {
     PagedTile found = {tile, row.sequence, row.end - row.count, row.count, 0, 0, 0, 1, row.exists};
     const int last = min(tile.first_row + tile_rows, row.count) - 1;
     if (!row.exists || tile.first_row > last) return found;
@@ -47,6 +68,32 @@ struct PagedTileSchedule : Schedule {
     found.first_half = found.position(tile.first_row) / KEYS * HALVES;
     found.halves = found.position(last) / HALF_BLOCK + 1 - found.first_half;
     return found;
+  }
+};
+
+// Of packed queries: tiles in the order of the table, whose header says how many there are for each head. In a group of
+// heads, each entry comes for all heads before the next entry.
+struct PackedPagedTileSchedule : PagedTileSchedule {
+  using PagedTileSchedule::PagedTileSchedule;
+
+  // Writes the tile at a position; none() after the last.
+  __device__ void write(PackedPagedTile& to, int position) const {
+    const int entries = p.tile_table[int(TableHeader::tiles)];
+    if (position >= entries * p.q_heads) {
+      static_cast<Tile&>(to) = none();
+      return;
+    }
+    const int group = p.heads_side_by_side, first = position / (group * entries) * group, inside = position % (group * entries);
+    const int heads = min(group, p.q_heads - first), head = first + inside % heads, kv_head = head / (p.q_heads / p.kv_heads);
+    const int* entry = p.tile_table + int64_t(1 + inside / heads) * TILE_PITCH;  // the first is behind the header
+    const auto field = [&](TileField of) { return entry[int(of)]; };
+    const int begin = field(TileField::q_begin), rows = field(TileField::q_length), first_row = field(TileField::first_row);
+    to.begin = begin, to.end = begin + rows;
+    to.packed = {0, head, kv_head, begin + first_row};
+    const int batch = field(TileField::sequence);
+    BatchRow row(params, batch, rows);
+    row.exists = row.exists && rows <= params.most;
+    static_cast<PagedTile&>(to) = of_row({batch, head, kv_head, first_row}, row);
   }
 };
 
