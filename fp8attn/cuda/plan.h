@@ -51,6 +51,14 @@ struct Addresses {
   };
   std::vector<size_t> pointers;
   std::vector<Map> maps;
+
+  // Those of a part of the parameters, too, which begins `at` bytes from their beginning.
+  Addresses with(const Addresses& of_part, size_t at) const {
+    Addresses all = *this;
+    for (const size_t pointer : of_part.pointers) all.pointers.push_back(at + pointer);
+    for (const Map& m : of_part.maps) all.maps.push_back({at + m.map, at + m.address});
+    return all;
+  }
 };
 
 #define AT(field) offsetof(Params, field)
@@ -101,11 +109,10 @@ inline const Addresses& addresses(const DecodeParams&) {
 
 #define AT(field) offsetof(PrefillParams, field)
 inline const Addresses& addresses(const PrefillParams&) {
-  static const auto& found = *new Addresses{
-      {AT(call.q), AT(call.k), AT(call.v), AT(call.k_scale), AT(call.v_scale), AT(call.v_mean), AT(call.lse_mean), AT(call.out), AT(call.lse), AT(call.counter),
-       AT(call.sinks), AT(call.tile_table), AT(v_page_scale), AT(page_table), AT(lengths), AT(counts), AT(sequences), AT(recent_k), AT(recent_v), AT(new_k), AT(new_v)},
-      {{AT(call.q_map), AT(call.q)}, {AT(call.k_map), AT(call.k)}, {AT(call.v_map), AT(call.v)}, {AT(call.out_map), AT(call.out)}, {AT(new_k_map), AT(new_k)},
-       {AT(new_v_map), AT(new_v)}}};
+  static const Addresses own = {
+      {AT(v_page_scale), AT(page_table), AT(lengths), AT(counts), AT(sequences), AT(recent_k), AT(recent_v), AT(new_k), AT(new_v)},
+      {{AT(new_k_map), AT(new_k)}, {AT(new_v_map), AT(new_v)}}};
+  static const auto& found = *new Addresses(own.with(addresses(Params()), AT(call)));
   return found;
 }
 #undef AT
