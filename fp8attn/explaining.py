@@ -137,8 +137,12 @@ def _explain_kv_cache(checked: PagedCall, backend: str, because: list[str]) -> P
         reason = paged_ops.unsupported_append(checked.storage, checked.new, checked.batch) if asked else "backend is triton"
         because.append("new tokens are appended by the CUDA kernel" if reason is None else f"new tokens are appended by Triton: {reason}")
     if paged_ops.asks_cuda(backend, device):
-        planned = paged_ops.plan_attention(backend, attention_call(checked))
+        call = attention_call(checked)
+        planned = paged_ops.plan_attention(backend, call)
         if isinstance(planned, paged_ops.Attending):
+            few = paged_ops.few_queries(call) if planned.kernel == "prefill" else 0
+            if few:
+                because.append(f"rows of at most {few} packed queries are the decode kernel's")
             return Plan("cuda", planned.kernel, planned.config, compute, tuple(because))
         because += [f"cuda: {reason}" for reason in planned]
     if not device_of(device).has_fp8_units:

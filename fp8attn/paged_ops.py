@@ -126,14 +126,17 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
     """Attention by the kernel for many queries. The decode kernel attends to packed rows of few ones."""
     if call.batch.cu_seqlens is None:
         return cuda_run.prefill_from_pages(call, device, out_dtype)
-    few = _few_queries(call)
+    few = few_queries(call)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
     table = triton_kernels.varlen.table_of_rows(call, _prefill_config(call).tile_rows, few, device)
     return cuda_run.prefill_from_pages(call, device, out_dtype, table, results)
 
 
-def _few_queries(call: PagedCall) -> int:
-    """Rows of a packed batch that have at most so many queries go to the decode kernel; 0: none do."""
+def few_queries(call: PagedCall) -> int:
+    """Of a call by the kernel for many queries: packed rows that have at most so many go to the decode kernel; 0: none
+    do."""
+    if call.batch.cu_seqlens is None:
+        return 0
     rows, few = call.batch.lengths.shape[0], decode.few_queries(call.q, call.storage.k.shape[1])
     all_have_most = call.q.shape[0] == rows * call.batch.most_queries(call.q)
     return 0 if all_have_most or unsupported_decode(replace(call, batch=replace(call.batch, max_count=few))) else few

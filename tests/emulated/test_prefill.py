@@ -260,7 +260,7 @@ def test_batches_of_few_and_many_queries(backend: str, of_batches: torch.device)
 def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a kernel doesn't write stays as it was."""
     call, unwritten = mixed_call(of_batches), 7.0
-    few, starts = paged_ops._few_queries(call), [0, *itertools.accumulate(MIXED.counts)]
+    few, starts = paged_ops.few_queries(call), [0, *itertools.accumulate(MIXED.counts)]
     assert few == 8
 
     def filled(*given, decoded=run._decoded):
@@ -293,7 +293,7 @@ def test_of_how_many_queries_the_decode_kernel_has_rows(options: dict, few: int,
     monkeypatch.setattr(build, "unavailable", lambda *_: None)
     call = mixed_call(torch.device("cpu"), **options, behind=0)
     counts = call.batch.cu_seqlens.diff().tolist()  # type: ignore[union-attr]
-    assert paged_ops._few_queries(dataclasses.replace(call, batch=dataclasses.replace(call.batch, max_count=max(counts)))) == few
+    assert paged_ops.few_queries(dataclasses.replace(call, batch=dataclasses.replace(call.batch, max_count=max(counts)))) == few
 
 
 @pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16, torch.float32))

@@ -306,6 +306,24 @@ def test_what_a_call_on_a_cache_runs(
         assert f"new tokens are {name}" in " ".join(plan.because)
 
 
+@pytest.mark.parametrize("counts, options, few", (((1, 200), {}, 4), ((200, 200), {}, 0), ((1, 200), {"window": (50, 0)}, 0)))
+def test_decode_steps_beside_prompts(
+    counts: tuple[int, ...], options: dict[str, Any], few: int, paged_launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Two kernels share a packed batch."""
+    tables: list[int] = []
+    monkeypatch.setattr(triton_kernels.varlen, "table_of_rows", lambda call, rows, few, device: tables.append(few))
+    _, cache, batch, _ = cache_call("KVCache", 1)
+    q, k = (torch.zeros(sum(counts), heads, 64, dtype=torch.bfloat16) for heads in (8, 2))
+    starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+    call = q, cache, dataclasses.replace(batch, cu_seqlens=starts, max_count=max(counts)), (k, k)
+    plan = fp8attn.explain_paged(*call, backend="cuda", **options)
+    assert plan.kernel == "prefill" and (f"rows of at most {few} packed queries are the decode kernel's" in plan.because) == (few > 0)
+    fp8attn.paged_sdpa(*call, backend="cuda", **options)
+    attention = [name for name in paged_launches if name in ("decode", "prefill", "paged")]
+    assert attention == ["decode"] * (few > 0) + ["prefill"] and tables == [few]
+
+
 def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_ops, "asks_cuda", lambda backend, device: backend in ("auto", "cuda"))
     monkeypatch.setattr(paged_ops, "runs_kernels", lambda backend, device: True)
