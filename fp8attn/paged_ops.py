@@ -151,7 +151,7 @@ def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_s
     device = device_of(tokens.q.device)
     if backend == "triton":
         return "backend is triton"
-    if backend == "auto" and not prefill.is_faster(tokens.q):
+    if backend == "auto" and not prefill.is_faster(tokens.q.shape[2]):
         return f"there are {tokens.q.shape[2]} queries; the CUDA kernel is taken from {prefill.LEAST_QUERIES} on"
     reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
     if reason is None:
@@ -196,10 +196,9 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
     reasons: list[str] = []
-    packed = call.batch.cu_seqlens is not None
     kernels = (
         ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), unsupported_decode),
-        ("prefill", True, prefill.is_faster(call.q, call.batch if packed else None), unsupported_prefill),
+        ("prefill", True, prefill.is_faster(call.batch.most_queries(call.q)), unsupported_prefill),
     )
     for name, may_run, is_faster, unsupported in kernels:
         if not may_run:

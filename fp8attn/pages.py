@@ -47,7 +47,7 @@ from .quantization import (
     scale_of,
     values_layout,
 )
-from .recipe import SCALE_BLOCK, Quantized, Recipe
+from .recipe import SCALE_BLOCK, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, LARGEST_FACTOR, LOG2E, P_OFFSET, Scoring, Window, capped_base2, direct_code, smoothing_shift
 
 PAGE = SCALE_BLOCK
@@ -231,6 +231,12 @@ class PagedCall:
     def scoring(self) -> Scoring:
         """Which keys a query sees, and what is done to its scores."""
         return Scoring(self.softmax_scale, self.window, self.softcap, self.sinks)
+
+    @property
+    def packed(self) -> Packed | None:
+        """Where the queries of each row of the batch lie, if they are packed."""
+        starts = self.batch.cu_seqlens
+        return None if starts is None else Packed(starts, None, self.q.shape[0])
 
 
 @dataclass(frozen=True)

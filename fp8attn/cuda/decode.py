@@ -19,6 +19,9 @@ MOST_ROW_TILES = 3
 """Tiles of rows of a key/value head, each of which reads the head's pages, and has ten bits of a ticket. With more,
 Triton's kernel is expected to be no slower."""
 
+FEW_ROWS = 2 * GROUP
+"""Rows of a key/value head with which Triton's kernel is slower, whatever the pages."""
+
 MOST_PAGES = 264
 """Pages of all heads: two for each SM of an H100."""
 
@@ -126,15 +129,15 @@ def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int, batch: Page
 
 
 def few_queries(q: torch.Tensor, kv_heads: int) -> int:
-    """The most queries of a row with which Triton's kernel is slower, whatever the pages."""
-    return max(2 * GROUP // (q.shape[1] // kv_heads), 1)
+    """The most queries of a row that have FEW_ROWS; or 1."""
+    return max(FEW_ROWS // (q.shape[1] // kv_heads), 1)
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
     """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
     and with few rows."""
     pages = batch.page_table.numel() * storage.k.shape[1]
-    return pages <= MOST_PAGES or rows_of_head(q, storage.k.shape[1], batch) <= 2 * GROUP
+    return pages <= MOST_PAGES or rows_of_head(q, storage.k.shape[1], batch) <= FEW_ROWS
 
 
 def unsupported_rows(name: str, x: torch.Tensor) -> str | None:

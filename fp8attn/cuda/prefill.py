@@ -8,7 +8,8 @@ import torch
 
 from ..call import unsupported_tma
 from ..device import Device
-from ..pages import PAGE, PagedBatch, PagedCall
+from ..layout import units_of
+from ..pages import PAGE, PagedCall
 from ..recipe import ProductType, Recipe
 from ..reference import Window
 from ..rotation import part_of
@@ -83,14 +84,10 @@ class PrefillConfig:
 E4M3_INSTANCES = (PrefillConfig(64, 3, 4, 160), PrefillConfig(128, 3, 4, 160), PrefillConfig(256, 2, 2, 240))
 """As many consumers as registers allow."""
 
-INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
+PACKED_INSTANCES = tuple(PrefillConfig(128, 2, 5, 232, packed=True) if c.head_dim == 128 else replace(c, packed=True) for c in E4M3_INSTANCES)
+"""For packed queries. A third consumer for 128 channels spills, and is no faster."""
 
-PACKED_E4M3_INSTANCES = tuple(PrefillConfig(*sizes, packed=True) for sizes in ((64, 3, 4, 160), (128, 2, 5, 232), (256, 2, 2, 240)))
-"""For packed queries. A third consumer for 128 channels would spill 140 bytes, and 480 in int8."""
-
-GROUPS = tuple(
-    tuple(replace(config, int8=int8) for config in configs) for configs in (E4M3_INSTANCES, PACKED_E4M3_INSTANCES) for int8 in (False, True)
-)
+GROUPS = tuple(tuple(replace(config, int8=int8) for config in configs) for configs in (E4M3_INSTANCES, PACKED_INSTANCES) for int8 in (False, True))
 """Instances that are compiled together."""
 
 INSTANCES = tuple(config for group in GROUPS for config in group)
@@ -111,9 +108,9 @@ def left_of(window: Window) -> int:
     return min(window[0], UNLIMITED) if window[0] >= 0 else UNLIMITED
 
 
-def is_faster(q: torch.Tensor, batch: PagedBatch | None = None) -> bool:
-    """Whether Triton's kernel is expected to be slower: with many queries. `batch`: of packed ones."""
-    return (q.shape[2] if batch is None else batch.most_queries(q)) >= LEAST_QUERIES
+def is_faster(queries: int) -> bool:
+    """Whether Triton's kernel is expected to be slower: where a row of the batch may have many queries."""
+    return queries >= LEAST_QUERIES
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
@@ -123,8 +120,10 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
 
 def tiles_of(call: PagedCall, config: PrefillConfig) -> int:
     """Tiles of all heads; of packed queries, places of tiles."""
-    rows, (batch, heads, queries, _) = call.batch.lengths.shape[0], rows_of(call.q).shape
-    return heads * (queries // config.tile_rows + rows if config.packed else batch * -(-queries // config.tile_rows))
+    if call.packed is not None:
+        return call.q.shape[1] * units_of(call.packed, config.tile_rows)
+    batch, heads, queries, _ = call.q.shape
+    return batch * heads * -(-queries // config.tile_rows)
 
 
 def heads_side_by_side(call: PagedCall, ctas: int) -> int:

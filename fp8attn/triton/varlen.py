@@ -16,6 +16,7 @@ from ..call import Call
 from ..device import INTERPRETING, Device
 from ..pages import LARGEST_LENGTH, PagedCall
 from ..recipe import SCALE_BLOCK, Packed
+from ..reference import Window
 from .launch import begin, launch
 
 SEARCH: tl.constexpr = tl.constexpr(128)  # sequences that are compared at a time
@@ -246,15 +247,8 @@ def table_of(call: Call, rows: int, device: Device, units: int | None = None, *,
     if call.varlen is None:
         return None
     q, k = call.varlen.q, call.varlen.k
-    units, sharing = (1, 1) if units is None else (units, call.q_heads // call.kv_heads)
-    places = layout.tiles_of(q, rows, sharing, units)
-    table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=call.q.device)
-    launch(
-        table_kernel, (places,),
-        q.cu_seqlens, q.seqused, k.cu_seqlens, k.seqused, table, q.sequences, q.tokens, k.tokens, *call.window_offsets, sharing, 0, rows, units,
-        device.has_dependent_launch, warmup=warmup, dependent=device.has_dependent_launch, num_warps=1,
-    )  # fmt: skip
-    return table
+    tile = (rows, 1, 1) if units is None else (rows, call.q_heads // call.kv_heads, units)
+    return _table(q, (k.cu_seqlens, k.seqused, k.tokens), call.window_offsets, tile, 0, device, warmup)
 
 
 def table_of_rows(call: PagedCall, rows: int, few: int, device: Device, *, warmup: bool = False) -> torch.Tensor:
@@ -265,13 +259,28 @@ def table_of_rows(call: PagedCall, rows: int, few: int, device: Device, *, warmu
         few: rows of the batch with at most as many queries have no tiles.
         warmup: compile only.
     """
-    batch, tokens, left = call.batch, call.q.shape[0], min(call.window[0], LARGEST_LENGTH)
-    sequences = batch.lengths.shape[0]
-    places = tokens // rows + sequences
-    table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=batch.lengths.device)
+    assert call.packed is not None
+    window = min(call.window[0], LARGEST_LENGTH), 0
+    return _table(call.packed, (None, call.batch.lengths, 0), window, (rows, 1, 1), few, device, warmup)
+
+
+def _table(
+    q: Packed, keys: tuple[torch.Tensor | None, torch.Tensor | None, int], window: Window, tile: tuple[int, int, int], few: int, device: Device,
+    warmup: bool,
+) -> torch.Tensor:  # fmt: skip
+    """What `table_kernel` writes.
+
+    Args:
+        keys: cu_seqlens, seqused and tokens.
+        tile: rows of a unit, query heads that share keys, and units.
+    """
+    rows, sharing, units = tile
+    places = layout.tiles_of(q, rows, sharing, units)
+    table = torch.empty(1 + places, schedule.TILE_PITCH, dtype=torch.int32, device=q.cu_seqlens.device)
+    cu_k, used_k, k_tokens = keys
     launch(
         table_kernel, (places,),
-        batch.cu_seqlens, None, None, batch.lengths, table, sequences, tokens, 0, left, 0, 1, few, rows, 1,
+        q.cu_seqlens, q.seqused, cu_k, used_k, table, q.sequences, q.tokens, k_tokens, *window, sharing, few, rows, units,
         device.has_dependent_launch, warmup=warmup, dependent=device.has_dependent_launch, num_warps=1,
     )  # fmt: skip
     return table
