@@ -69,7 +69,7 @@ def unsupported_boxes(call: Call) -> str | None:
     return reason
 
 
-def heads_side_by_side(call: Call, teams: int) -> int:
+def heads_in_l2(call: Call, teams: int) -> int:
     """Number of query heads whose tiles the schedule mixes: many, so that long tiles come first, but no more than L2
     can serve.
 
@@ -84,7 +84,7 @@ def heads_side_by_side(call: Call, teams: int) -> int:
 
 
 def mixed_heads(heads: int, sharing: int, head_bytes: int, teams: int) -> int:
-    """`heads_side_by_side` where tiles differ.
+    """`heads_in_l2` where tiles differ.
 
     Args:
         heads: key/value heads of all batches.

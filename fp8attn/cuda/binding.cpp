@@ -107,7 +107,7 @@ fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, con
 // Arguments of a call beside its tensors: the address of the instance's launcher, its tile and box sizes (0 rows: no
 // tensor maps), the grid, and the numbers of fp8attn.call.Call.
 struct Launch {
-  int64_t launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length;
+  int64_t launcher, rows, keys, panel, value_rows, ctas, heads_in_l2, q_group, k_group, kv_length;
   double softmax_scale;
   int64_t causal_offset;
 };
@@ -236,17 +236,17 @@ void attend(const Launch& l, const Attention& a) {
     p.shard_rows = apart;
     p.next_shard_scales = a.k_scale.stride(0) - (l.k_group == l.keys ? p.shard_blocks * a.k_scale.stride(2) : 0);
   }
-  p.heads_side_by_side = l.heads_side_by_side;
+  p.heads_in_l2 = l.heads_in_l2;
   launch(l.launcher, p, l.ctas, q.get_device());
 }
 
-void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group, int64_t k_group,
+void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_in_l2, int64_t q_group, int64_t k_group,
              int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
              const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter,
              const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows, int64_t first_offset, double softcap,
              const std::optional<Tensor>& sinks, const std::optional<Tensor>& mean_scores, const std::optional<Tensor>& tile_table) {
-  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_in_l2, q_group, k_group, kv_length, softmax_scale, causal_offset},
          {.q = q, .q_scale = q_scale, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .attn_mask = attn_mask, .bias = bias, .out = out, .lse = lse,
           .lse_mean = lse_mean, .counter = counter, .parts = parts, .part_rows = part_rows, .first_offset = first_offset, .softcap = softcap, .sinks = sinks,
           .mean_scores = mean_scores, .tile_table = tile_table});
@@ -255,13 +255,13 @@ void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_
 // The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
 // tensor that `quantize` was given, and `cluster` CTAs quantize each head. A free CTA takes the next tile from
 // `counter`.
-void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_side_by_side, int64_t q_group,
+void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_in_l2, int64_t q_group,
                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
                         const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
                         const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
                         const std::optional<Tensor>& part_rows, const Tensor& ready, int64_t cluster, int64_t first_offset, double softcap,
                         const std::optional<Tensor>& sinks) {
-  attend({launcher, rows, keys, panel, value_rows, ctas, heads_side_by_side, q_group, k_group, kv_length, softmax_scale, causal_offset},
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_in_l2, q_group, k_group, kv_length, softmax_scale, causal_offset},
          {.q = q, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .out = out, .lse = lse, .lse_mean = lse_mean, .counter = counter,
           .parts = parts, .part_rows = part_rows, .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster), .first_offset = first_offset, .softcap = softcap, .sinks = sinks});
 }
@@ -522,7 +522,7 @@ void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& nu
   launch(launcher, p, ctas, q.get_device());
 }
 
-// Attends to a KV cache with many queries. `numbers`: heads_side_by_side, how many keys before its own one a query
+// Attends to a KV cache with many queries. `numbers`: heads_in_l2, how many keys before its own one a query
 // sees, and how many packed queries a row may have. Packed tensors are (1, H, T, D). `tokens`: queries; keys and values
 // of their tokens, or none; sinks, or none. `storage`, `batch`: those of `decode`, but for cu_seqlens the table of
 // tiles of packed queries. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
@@ -546,7 +546,7 @@ void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax
   p.call.lse_mean = storage[4].const_data_ptr<float>(), p.call.v_mean = storage[5].const_data_ptr<float>(), p.call.v_scale = storage[6].const_data_ptr<float>();
   copy_strides(p.call.v_scale_strides, storage[6]);
   p.call.counter = results[2] ? results[2]->mutable_data_ptr<int>() : nullptr;
-  p.call.heads_side_by_side = numbers[0], p.left = numbers[1], p.most = numbers[2];
+  p.call.heads_in_l2 = numbers[0], p.left = numbers[1], p.most = numbers[2];
   p.call.tile_table = address_of<int>(batch[4]);
   p.call.sinks = address_of<float>(tokens[3]);
   p.recent_k = recent_k.const_data_ptr(), p.recent_v = storage[8].const_data_ptr();
@@ -663,7 +663,7 @@ std::optional<std::vector<Tensor>> repeat(int64_t options, const Operands& opera
 
 STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   const std::string launch =
-      "int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_side_by_side, int q_group, int k_group, int kv_length, float softmax_scale,"
+      "int launcher, int rows, int keys, int panel, int value_rows, int ctas, int heads_in_l2, int q_group, int k_group, int kv_length, float softmax_scale,"
       " int causal_offset, ";
   const std::string operands = "Tensor k, Tensor k_scale, Tensor v, Tensor v_scale, Tensor? v_mean";
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };

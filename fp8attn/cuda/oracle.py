@@ -39,9 +39,9 @@ def stream_k_work_tiles(call: Call, config: HopperConfig, splits: int, sm_count:
             to = min(end, (start // blocks + 1) * blocks)
             position = tiles - rest + start // blocks
             first = position // (group * row_tiles) * group
-            inside, side_by_side = position % (group * row_tiles), min(group, heads - first)
-            row = (row_tiles - 1 - inside // side_by_side) * config.tile_rows
-            yield first + inside % side_by_side, row, start % blocks, (to - 1) % blocks + 1
+            inside, heads_in_group = position % (group * row_tiles), min(group, heads - first)
+            row = (row_tiles - 1 - inside // heads_in_group) * config.tile_rows
+            yield first + inside % heads_in_group, row, start % blocks, (to - 1) % blocks + 1
             start = to
 
 

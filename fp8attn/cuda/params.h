@@ -37,7 +37,7 @@ struct Params {
   int batches, q_heads, kv_heads, q_length, kv_length, head_dim, value_dim;
   int q_group, k_group;  // rows under one scale; 0: all rows of a head
   int causal_offset;     // row i attends to no key after i + causal_offset, and to kv_length keys at most
-  int heads_side_by_side;
+  int heads_in_l2;
   float score_scale;  // softmax scale times log2 e
   OutType out_type;
   int mask_type;  // 0: boolean bytes; else OutType + 1 of an additive mask

@@ -126,8 +126,8 @@ def tiles_of(call: PagedCall, config: PrefillConfig) -> int:
     return batch * heads * -(-queries // config.tile_rows)
 
 
-def heads_side_by_side(call: PagedCall, ctas: int) -> int:
-    """Query heads whose tiles the schedule mixes: schedule.heads_side_by_side."""
+def heads_in_l2(call: PagedCall, ctas: int) -> int:
+    """Query heads whose tiles the schedule mixes: schedule.heads_in_l2."""
     batch, kv_heads, _, dim = (call.batch.lengths.shape[0], *call.storage.k.shape[1:])
     keys = max(call.batch.most_pages * PAGE, 1)
     heads, per_row = call.q.shape[1] // kv_heads, keys * 2 * dim

@@ -15,7 +15,7 @@ from ..quantization import empty_packed, sample_size
 from ..recipe import FUSED_RECIPES, Packed, ProductType, Quantized, Recipe
 from ..reference import Scoring, causal_offset
 from ..rotation import part_of
-from ..schedule import TABLE_HEADER, heads_side_by_side
+from ..schedule import TABLE_HEADER, heads_in_l2
 from . import append, build, configs, decode, decode_tensors, general_quantize, one_launch, portable, prefill, quantize
 from .configs import KEYS, ROWS, HopperConfig
 from .one_launch import OneLaunch
@@ -190,9 +190,9 @@ def launch_of(call: Call, device: Device, config: Config, library: build.Library
             stored = splits * config.consumers * 4, splits, config.partial_bytes // 4
     takes_next = tiles > ctas and call.varlen is None and (call.causal != "none" or call.kv_length >= LONG_KEYS)
     takes_next = takes_next or (isinstance(config, HopperConfig) and splits > ctas)
-    side_by_side = heads_side_by_side(call, min(ctas, device.sm_count))
+    in_l2 = heads_in_l2(call, min(ctas, device.sm_count))
     numbers = (call.q_group, call.k_group, call.kv_length, call.softmax_scale, call.window_offsets[1])
-    return (library.launchers[config], *boxes, ctas, side_by_side, *numbers), Scratch(int(takes_next), *stored)
+    return (library.launchers[config], *boxes, ctas, in_l2, *numbers), Scratch(int(takes_next), *stored)
 
 
 def forward_from_fp16(problem: Problem, device: Device, launch: OneLaunch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -450,7 +450,7 @@ def prefill_from_pages(
     if tile_table is None and tiles > ctas:
         counter = q.new_zeros(1, dtype=torch.int32)
     k, v = (None, None) if call.new is None else (prefill.rows_of(x) for x in call.new)
-    numbers = [prefill.heads_side_by_side(call, ctas), prefill.left_of(call.window), call.batch.most_queries(q)]
+    numbers = [prefill.heads_in_l2(call, ctas), prefill.left_of(call.window), call.batch.most_queries(q)]
     library.operators.prefill.default(
         library.launchers[config], ctas, numbers, call.softmax_scale, [prefill.rows_of(q), k, v, call.sinks],
         storage.tensors(), [*call.batch.tensors()[:4], tile_table], [prefill.rows_of(out), lse[None] if packed else lse, counter],

@@ -19,7 +19,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..call import Call, empty_lse, empty_output
 from ..device import Device
 from ..layout import units_of
-from ..schedule import heads_side_by_side
+from ..schedule import heads_in_l2
 from .configs import ROWS, HopperConfig, Traits
 from .launch import ceil_div, launch
 from .tile import (
@@ -662,7 +662,7 @@ def run(call: Call, config: HopperConfig, device: Device, *, warmup: bool = Fals
         call.kv_heads,
         call.q_length,
         call.kv_length,
-        heads_side_by_side(call, ctas * config.teams),
+        heads_in_l2(call, ctas * config.teams),
         tiles,
         *call.window_offsets,
         float(call.softcap),

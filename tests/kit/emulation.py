@@ -59,7 +59,7 @@ _numbers = (
     "q_group",
     "k_group",
     "causal_offset",
-    "heads_side_by_side",
+    "heads_in_l2",
 )
 
 
@@ -457,7 +457,7 @@ class ForwardArguments(NamedTuple):
     panel: int
     value_rows: int
     ctas: int
-    heads_side_by_side: int
+    heads_in_l2: int
     q_group: int
     k_group: int
     kv_length: int
@@ -493,7 +493,7 @@ def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: i
     """The Params that binding.cpp's forward makes from its arguments, or forward_when_ready, which has `ready`."""
     p = _params_of({name: getattr(a, name) for name in POINTERS} | {"ready": ready}, a.softmax_scale, a.causal_offset)
     p.v_pitch = a.v.size(3)
-    p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_side_by_side = a.kv_length, a.v.size(2), a.q_group, a.k_group, a.heads_side_by_side
+    p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_in_l2 = a.kv_length, a.v.size(2), a.q_group, a.k_group, a.heads_in_l2
     p.mask_type = 0 if a.mask is None or a.mask.dtype == torch.bool else 1 + TYPES[a.mask.dtype]
     if a.mask is not None and a.rows > 0:
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(a.mask)
@@ -681,7 +681,7 @@ def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, result
     dim = q.size(3)
     tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter, sinks=sinks)
     call = _params_of(tensors | dict(lse_mean=k_mean, tile_table=tile_table), softmax_scale, 0)
-    call.k_scale, call.value_dim, call.heads_side_by_side = k_scale.data_ptr(), dim, numbers[0]
+    call.k_scale, call.value_dim, call.heads_in_l2 = k_scale.data_ptr(), dim, numbers[0]
     maps = (
         _rows_map(q, KEYS // 2, 128),
         matrix_map(k, KEYS, min(dim, 128)),

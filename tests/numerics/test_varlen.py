@@ -22,7 +22,7 @@ from fp8attn.device import device_of
 from fp8attn.layout import first_tile, first_unit, tiles_of, units_of
 from fp8attn.quantization import quantize_kv, quantize_packed, sequences_of
 from fp8attn.recipe import Packed
-from fp8attn.schedule import TABLE_HEADER, TILE_FIELDS, heads_side_by_side
+from fp8attn.schedule import TABLE_HEADER, TILE_FIELDS, heads_in_l2
 from fp8attn.triton import quantize as triton_quantize
 from fp8attn.triton import run, varlen
 from fp8attn.triton.configs import HopperConfig
@@ -288,7 +288,7 @@ def test_wrong_longest_lengths_change_nothing_but_time(device: torch.device, bac
         torch.testing.assert_close(found_lse[:, inside], lse[:, inside], rtol=1e-3, atol=1e-3)
     q, k, _ = case.tensors(device)
     where = [Packed(starts, None, x.shape[0]) for starts, x in zip(case.starts(device)[:2], (q, k), strict=True)]
-    assert heads_side_by_side(kit.call_of_lengths(*where, "none", (-1, 0), longest=0), 4) == 1
+    assert heads_in_l2(kit.call_of_lengths(*where, "none", (-1, 0), longest=0), 4) == 1
 
 
 @pytest.mark.parametrize("tokens", ((0, 9), (9, 0), (0, 0)))

@@ -21,7 +21,7 @@ from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.recipe import DEFAULT_RECIPE, ProductType
-from fp8attn.schedule import heads_side_by_side
+from fp8attn.schedule import heads_in_l2
 from fp8attn.triton.tile import hide
 from running import run_call
 from strategies import given_several, lengths, noted
@@ -210,7 +210,7 @@ def test_which_instances_take_windows() -> None:
 def test_tiles_of_windows_mix_as_many_heads_as_their_keys_allow() -> None:
     q, k, v = (torch.zeros(1, 16, n, 128) for n in (1, 20000, 20000))
     call = replace(call_of(*quantize(q, k, v, Recipe())), causal="bottom_right")
-    assert heads_side_by_side(replace(call, window=(500, 0)), 5) > heads_side_by_side(call, 5)
+    assert heads_in_l2(replace(call, window=(500, 0)), 5) > heads_in_l2(call, 5)
 
 
 @triton.jit

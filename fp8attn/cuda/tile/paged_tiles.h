@@ -83,7 +83,7 @@ struct PackedPagedTileSchedule : PagedTileSchedule {
       static_cast<Tile&>(to) = none();
       return;
     }
-    const int group = p.heads_side_by_side, first = position / (group * entries) * group, inside = position % (group * entries);
+    const int group = p.heads_in_l2, first = position / (group * entries) * group, inside = position % (group * entries);
     const int heads = min(group, p.q_heads - first), head = first + inside % heads, kv_head = head / (p.q_heads / p.kv_heads);
     const int* entry = p.tile_table + int64_t(1 + inside / heads) * TILE_PITCH;  // the first is behind the header
     const auto field = [&](TileField of) { return entry[int(of)]; };

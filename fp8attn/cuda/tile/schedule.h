@@ -38,7 +38,7 @@ struct Schedule {
   // The tile at a position; none() after the last.
   __device__ Tile at(int position) const {
     if (position >= size()) return none();
-    const int group = p.heads_side_by_side;
+    const int group = p.heads_in_l2;
     const int first = position / (group * tiles) * group;
     const int inside = position % (group * tiles);
     const int heads = min(group, p.batches * p.q_heads - first);

@@ -34,7 +34,7 @@ struct PackedSchedule : Schedule {
       static_cast<Tile&>(to) = none();
       return;
     }
-    const int sharing = p.q_heads / p.kv_heads, group = p.heads_side_by_side / sharing;
+    const int sharing = p.q_heads / p.kv_heads, group = p.heads_in_l2 / sharing;
     const int first = position / (group * entries) * group, inside = position % (group * entries), heads = min(group, p.kv_heads - first);
     const int kv_head = first + inside % heads;
     const int* entry = p.tile_table + int64_t(1 + inside / heads) * TILE_PITCH;  // the first is behind the header

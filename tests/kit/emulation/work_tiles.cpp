@@ -69,6 +69,6 @@ extern "C" bool sum_blocks(const float* scores, float* out, float* rows, float* 
   fp8attn::Params p = {};
   p.q_scale = scores, p.out = out, p.lse = rows, p.parts = parts, p.counter = words, p.partials_ready = words + 1;
   p.batches = numbers[0], p.q_heads = numbers[1], p.kv_heads = numbers[2], p.q_length = numbers[3], p.kv_length = numbers[4];
-  p.heads_side_by_side = p.q_heads / p.kv_heads, p.stream_k_ranges = numbers[6];
+  p.heads_in_l2 = p.q_heads / p.kv_heads, p.stream_k_ranges = numbers[6];
   return cta::run(parted ? fp8attn::sum_blocks<16, 20> : fp8attn::sum_blocks<36, 1>, p, numbers[5], 128);
 }
