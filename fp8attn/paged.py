@@ -59,8 +59,7 @@ def paged_sdpa(
         return_lse: also return the natural-log LSE of the scores and the sink, float32 (B, Hq, S) or (Hq, T).
         out_dtype: float16, bfloat16 or float32; None: query's.
         backend: `auto` (kernels on a GPU, else modelled); `cuda`: the kernels for Hopper GPUs; `triton`; or `modelled`:
-            the oracle in plain torch. `cuda` takes no soft caps with a `KVCache`, and packed tokens of `PagedTensors`
-            only with `max_count`.
+            the oracle in plain torch. `cuda` takes packed tokens of `PagedTensors` only with `max_count`.
 
     Returns:
         out (B, Hq, S, Dv) or (T, Hq, Dv), and the LSE if `return_lse`. Zeros and -inf past the counts, and of packed

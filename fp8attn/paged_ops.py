@@ -91,30 +91,19 @@ def runs_kernels(backend: str, device: torch.device) -> bool:
     return backend == "cuda" or runs_triton(backend, device)
 
 
-def unsupported_scores(call: PagedCall) -> str | None:
-    """Why the CUDA kernel for few queries doesn't do to scores what a call says, or None if it does."""
-    plain = {"window": (call.window, CAUSAL_WINDOW), "softcap": (call.softcap, 0.0), "sinks": (call.sinks, None)}
-    for name, (given, wanted) in plain.items():
-        if given is not wanted and (isinstance(given, torch.Tensor) or given != wanted):
-            return f"{name} is given; it must be {wanted}"
-    return None
-
-
 def unsupported_decode(call: PagedCall) -> str | None:
     """Why the CUDA kernel for few queries doesn't support a call whose tokens are in the cache, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
     device = device_of(call.q.device)
-    reason = unsupported_scores(call) or decode.unsupported_call(call.q, call.storage, call.batch, call.softmax_scale, device)
+    reason = decode.unsupported_call(call.q, call.storage, call.batch, call.softmax_scale, device)
     return reason or build.unavailable(decode.choose(call.storage), device.arch)
 
 
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    if call.softcap:
-        return f"softcap is {call.softcap}; with many queries it must be 0.0"
     return prefill.unsupported_call(call, device) or build.unavailable(_prefill_config(call), device.arch)
 
 

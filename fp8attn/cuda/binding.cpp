@@ -468,15 +468,17 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
   return p;
 }
 
-// Attends to a KV cache with few queries. `numbers`: `most` and `part` of decode_params_of, and whether rows of more
-// queries are another kernel's. `storage`: the tensors of pages.Storage. `batch`, `results`: as of decode_params_of.
-void decode(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Tensor& q, const std::vector<Tensor>& storage, const Operands& batch,
-            const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(numbers.size() == 3 && storage.size() == 10, "decode takes 3 numbers and 10 tensors of a cache");
+// Attends to a KV cache with few queries. `numbers`: `most` and `part` of decode_params_of, whether rows of more
+// queries are another kernel's, and how many keys before its own one a query sees, or -1: all. `tokens`: queries;
+// sinks, or none. `storage`: the tensors of pages.Storage. `batch`, `results`: as of decode_params_of.
+void decode(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Operands& tokens, const std::vector<Tensor>& storage,
+            const Operands& batch, const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(numbers.size() == 4 && tokens.size() == 2 && tokens[0] && storage.size() == 10, "decode takes 4 numbers, 2 tensors of tokens and 10 of a cache");
+  const Tensor& q = *tokens[0];
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
   const int64_t dim = k.size(3);
   fp8attn::DecodeParams p = decode_params_of(ctas, numbers[0], numbers[1], softmax_scale, q, k.size(1), batch, results);
-  p.leaves_longer = numbers[2];
+  p.leaves_longer = numbers[2], p.left = numbers[3], p.softcap = softcap, p.sinks = address_of<float>(tokens[1]);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
@@ -526,7 +528,7 @@ void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& nu
 // sees, and how many packed queries a row may have. Packed tensors are (1, H, T, D). `tokens`: queries; keys and values
 // of their tokens, or none; sinks, or none. `storage`, `batch`: those of `decode`, but for cu_seqlens the table of
 // tiles of packed queries. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
-void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, const Operands& tokens, const std::vector<Tensor>& storage,
+void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Operands& tokens, const std::vector<Tensor>& storage,
              const Operands& batch, const Operands& results) {
   STD_TORCH_CHECK(numbers.size() == 3 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 5 && batch[0] &&
                       batch[1] && results.size() == 3 && results[0] && results[1],
@@ -548,7 +550,7 @@ void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax
   p.call.counter = results[2] ? results[2]->mutable_data_ptr<int>() : nullptr;
   p.call.heads_in_l2 = numbers[0], p.left = numbers[1], p.most = numbers[2];
   p.call.tile_table = address_of<int>(batch[4]);
-  p.call.sinks = address_of<float>(tokens[3]);
+  p.call.softcap = softcap, p.call.inverse_softcap = 1.0 / softcap, p.call.sinks = address_of<float>(tokens[3]);
   p.recent_k = recent_k.const_data_ptr(), p.recent_v = storage[8].const_data_ptr();
   if (tokens[1]) {
     p.new_k = tokens[1]->const_data_ptr(), p.new_v = tokens[2]->const_data_ptr();
@@ -686,12 +688,12 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("quantize_general(int launcher, int ctas, int[] numbers, Tensor?[] operands, Tensor?[] results) -> ()");
   define("unsmooth_lse(int launcher, int ctas, int part, float softmax_scale, Tensor q, Tensor k_mean, Tensor lse, Tensor(a!) out) -> ()");
 
-  define("decode(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor q, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+  define("decode(int launcher, int ctas, int[] numbers, float softmax_scale, float softcap, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define(
       "decode_tensors(int launcher, int ctas, int most, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
-  define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
+  define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, float softcap, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 
   define("append(int launcher, int ctas, int[] numbers, Tensor[] tokens, Tensor(a!)[] storage, Tensor?[] batch) -> ()");
 

@@ -245,19 +245,20 @@ struct DecodeParams {
   bool half;  // q and the tokens in half precision are half, else bfloat16
   bool leaves_longer;  // rows of more queries than q_length are another kernel's; else they are NaN
 
+  const float* sinks;  // (Hq); or null
+  int left, right;     // a query at position i sees keys i - left ... i + right; -1: all. A KV cache is causal, whatever right is
+  float softcap;       // 0: none
+
   // Of the cache of another engine.
   int64_t k_scale_strides[4], v_scale_strides[4];  // over rows of the batch, pages, slots and heads
-  const float* sinks;                              // (Hq); or null
-  int page, copied_tokens;  // slots of a page; tokens of a box of the maps, a power of two
-  int capacity;             // tokens that a row of the page table has pages for
-  int left, right;          // a query at position i sees keys i - left ... i + right; -1: all
-  float softcap;            // 0: none
+  int page, copied_tokens;                         // slots of a page; tokens of a box of the maps, a power of two
+  int capacity;                                    // tokens that a row of the page table has pages for
 };
 
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and
 // new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of 64 rows x 128 bytes), of the pages as
 // DecodeParams has them, and of the output; q, k_scale (P, Hkv), v_scale, v_mean and lse_mean, which is K's mean, (N,
-// Hkv, D); sinks; the results, the counter, the table of tiles of packed queries, and numbers.
+// Hkv, D); the soft cap and sinks; the results, the counter, the table of tiles of packed queries, and numbers.
 struct PrefillParams {
   Params call;
   CUtensorMap new_k_map, new_v_map;  // of the new tokens, in bytes: boxes of 64 tokens x 128 bytes

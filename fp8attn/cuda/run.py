@@ -9,7 +9,7 @@ import torch
 
 from ..call import Call, Problem, empty_lse, empty_output
 from ..device import Device
-from ..paged_tensors import PagedTensors
+from ..paged_tensors import PagedTensors, counted_window
 from ..pages import PagedBatch, PagedCall, Stage, Storage, lse_shape
 from ..quantization import empty_packed, sample_size
 from ..recipe import FUSED_RECIPES, Packed, ProductType, Quantized, Recipe
@@ -383,10 +383,11 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
     config = decode.choose(storage)
     library = build.load_with(config, decode.group(config), device.arch)
     ctas = decode.ctas_of(config, device)
-    numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None]
+    numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None, counted_window(call.window)[0]]
     out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, storage.k.shape[1], batch), out_dtype)
     library.operators.decode.default(
-        library.launchers[config], ctas, numbers, call.softmax_scale, q, storage.tensors(), list(batch.tensors()), [out, lse, *parts, storage.tickets]
+        library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [q, call.sinks], storage.tensors(), list(batch.tensors()),
+        [out, lse, *parts, storage.tickets],
     )  # fmt: skip
     return out, lse
 
@@ -452,7 +453,7 @@ def prefill_from_pages(
     k, v = (None, None) if call.new is None else (prefill.rows_of(x) for x in call.new)
     numbers = [prefill.heads_in_l2(call, ctas), prefill.left_of(call.window), call.batch.most_queries(q)]
     library.operators.prefill.default(
-        library.launchers[config], ctas, numbers, call.softmax_scale, [prefill.rows_of(q), k, v, call.sinks],
+        library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [prefill.rows_of(q), k, v, call.sinks],
         storage.tensors(), [*call.batch.tensors()[:4], tile_table], [prefill.rows_of(out), lse[None] if packed else lse, counter],
     )  # fmt: skip
     return out, lse

@@ -32,6 +32,13 @@ class Case:
     counts: tuple[int, ...] | None = None
     scale: float = 0.2
     seed: int = 0
+    left: int = -1
+    softcap: float = 0.0
+    sinks: bool = False
+
+    def call(self, q: torch.Tensor, storage: Storage, batch: PagedBatch) -> PagedCall:
+        sinks = torch.linspace(-2, 3, self.kv_heads * self.group, device=q.device) if self.sinks else None
+        return PagedCall(q, storage, None, batch, self.recipe, self.scale, (self.left, 0), self.softcap, sinks)
 
     def cache(self, device: torch.device) -> tuple[torch.Tensor, Storage, PagedBatch]:
         """Queries, and a cache with shuffled pages; what no token has written is NaN."""
@@ -63,13 +70,13 @@ def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: 
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
-        return run.attend_to_pages(PagedCall(q, storage, None, batch, case.recipe, case.scale), device, torch.float32)
+        return run.attend_to_pages(case.call(q, storage, batch), device, torch.float32)
 
 
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
     q, storage, batch = case.cache(device)
     actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=sms))
-    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, case.scale))
+    expected = pages.attend_paged(case.call(q, storage, batch))
     assert_attends(*actual, expected, case.dtype, library is not None)
     assert not storage.tickets.any()
 
@@ -100,6 +107,21 @@ CASES = {
     "int8, 128 channels, large scores": (Case((400,), queries=3, dim=128, recipe=PRECISE, scale=1e6), 1),
     "128 channels": (Case((300, 140), dim=128), 1),
     "256 channels": (Case((300,), dim=256, group=2), 2),
+    "window": (Case((700, 300, 20), queries=3, left=200), 3),
+    "window within the own page": (Case((420, 200, 130), queries=4, left=40), 2),
+    "window of one page": (Case((700, 641), left=128), 2),
+    "window of one token": (Case((300, 257), queries=5, left=0, group=2), 1),
+    "window longer than all": (Case((300,), left=1 << 40), 1),
+    "window, two row tiles": (Case((700, 300), queries=15, left=150), 2),
+    "window, int8, 128 channels, several parts": (Case((128 * 20 + 5,), queries=3, left=128 * 17 + 3, dim=128, recipe=PRECISE), 7),
+    "soft cap": (Case((300, 140), queries=3, softcap=2.0), 2),
+    "soft cap, int8, 128 channels": (Case((400, 20), queries=2, softcap=5.0, dim=128, recipe=PRECISE), 2),
+    "soft cap, large scores": (Case((500,), queries=3, scale=1e8, softcap=30.0), 2),
+    "soft cap without K's mean": (Case((300,), softcap=2.0, recipe=Recipe(smooth_k=False)), 1),
+    "sinks": (Case((300, 200, 5), queries=2, kv_heads=2, sinks=True), 5),
+    "sinks, large scores": (Case((500,), scale=1e8, sinks=True), 2),
+    "window, soft cap, sinks, 256 channels": (Case((700, 64), queries=2, left=300, softcap=3.0, sinks=True, dim=256, group=2), 3),
+    "window, sinks, half, more than 32 parts": (Case((128 * 40, 5), left=128 * 36, sinks=True, dtype=torch.float16), 20),
 }
 """By what is special, with the number of SMs that share the work."""
 
@@ -137,6 +159,7 @@ PACKED_CASES = {
     "more queries than tokens": (Case((300, 2, 0), queries=4), (1, 4, 3), 2),
     "int8, 128 channels": (Case((300, 140), queries=3, dim=128, recipe=PRECISE), (1, 3), 1),
     "256 channels, several parts": (Case((128 * 11, 40), dim=256, group=2), (1, 1), 12),
+    "window, soft cap, sinks": (Case((700, 258, 70, 384, 3), queries=5, group=3, left=130, softcap=3.0, sinks=True), (1, 5, 0, 2, 4), 3),
     "many": (Case((3, 140) * 35, group=1, queries=2), (1, 2) * 35, 40),
 }
 """By what is special, with the queries of each row, and the number of SMs."""
@@ -148,7 +171,7 @@ def check_packed(library: build.Library | None, case: Case, counts: tuple[int, .
     for most in {max(counts), max(max(counts) - 1, 1)}:
         packed_q, packed_batch = packed(q, batch, counts, most)
         actual = attend(library, case, packed_q, storage, packed_batch, dataclasses.replace(H100, sm_count=sms))
-        expected = pages.attend_paged(PagedCall(packed_q, storage, None, packed_batch, case.recipe, case.scale))
+        expected = pages.attend_paged(case.call(packed_q, storage, packed_batch))
         assert actual[0].shape == packed_q.shape and actual[1].shape == packed_q.shape[1::-1]
         assert not actual[0][sum(counts) :].any() and bool((actual[1][:, sum(counts) :] == -torch.inf).all())
         assert bool(actual[0].isnan().any()) == any(most < n and length > 0 for n, length in zip(counts, case.lengths, strict=True))
@@ -201,30 +224,36 @@ def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torc
     else:
         storage.pages.k.view(torch.uint8)[batch.page_table[0, 0].item(), 0, 77] = 0x7F
     actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=2))
-    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, case.scale))
+    expected = pages.attend_paged(case.call(q, storage, batch))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan()) and bool(x.isnan().any())
 
 
-def test_numbers_out_of_range_are_no_indices(backend: str, device: torch.device) -> None:
-    case = Case((300, 300, 300, 300, 260), queries=2)
-    place = torch.device("cpu") if backend == "emulated" else device
+def check_out_of_range(library: build.Library | None, left: int, place: torch.device) -> None:
+    """Rows are NaN that see a page whose number is out of range, and only these."""
+    case = Case((300, 300, 300, 300, 260, 300 + PAGE, 275 + 2 * PAGE), queries=4, left=left)
     q, storage, batch = case.cache(place)
     assert batch.sequences is not None
     batch.page_table[1, 1] = -1
     batch.page_table[4, 0] = 1 << 20
     batch.sequences[2] = 99
     batch.lengths[3] = 1 << 30
-    actual = attend(library_of(backend, case), case, q, storage, batch, dataclasses.replace(H100, sm_count=3))
-    expected = pages.attend_paged(PagedCall(q, storage, None, batch, case.recipe, case.scale))
+    batch = dataclasses.replace(batch, page_table=batch.page_table[:, :2])  # of longer ones, pages are behind it
+    actual = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=3))
+    expected = pages.attend_paged(case.call(q, storage, batch))
     for x, y in zip(actual, expected, strict=True):
         assert torch.equal(x.isnan(), y.isnan())
     assert bool(actual[0][0].isfinite().all())
 
 
+@pytest.mark.parametrize("left", (-1, 20, 130))
+def test_numbers_out_of_range_are_no_indices(left: int, backend: str, device: torch.device) -> None:
+    check_out_of_range(library_of(backend, Case(())), left, torch.device("cpu") if backend == "emulated" else device)
+
+
 MUTANTS = {
     "page scale of V forgotten": ("tile/paged_rows.h", "beta[group][r] * v_scale;", "beta[group][r];"),
-    "own page in FP8": ("decode.cuh", "+ f.column + r]) <= block; });", "+ f.column + r]) < 0; });"),
+    "own page in FP8": ("tile/paged_rows.h", "if (own_page(position) <= page) return true;", "if (own_page(position) < 0) return true;"),
     "missing rescale": ("tile/paged_rows.h", "o[t][i] * alpha[i / 4][i % 2])", "o[t][i])"),
     "missing rescale in half precision": ("tile/paged_rows.h", "o[t][i] *= alpha[i / 4][i % 2];", ""),
     "K's mean forgotten": ("tile/paged_rows.h", "m[group][r] += mean_score[QUERY_GROUP * group + f.column + r];", ""),
@@ -235,7 +264,7 @@ MUTANTS = {
     "sums counted by all lanes": ("tile/paged_rows.h", "if (f.row != 0) for_queries", "if (false) for_queries"),
     "a CTA's second place": ("tile/paged_schedule.h", "return 2 * cta + begins_here;", "return 2 * cta;"),
     "a part left out": ("tile/paged_parts.h", "min(last + 1 - from, 32)", "min(last - from, 32)"),
-    "the page before": ("decode.cuh", "? pages[mine] : -1", "? pages[max(mine - 1, 0)] : -1"),
+    "the page before": ("decode.cuh", "? pages[first_page + mine] : -1", "? pages[max(first_page + mine - 1, 0)] : -1"),
     "unpermuted V": ("tile/paged_rows.h", "odd ? 0x3715 : 0x6240", "odd ? 0x3175 : 0x6420"),
     "P of the other query": ("tile/paged_rows.h", "QUERY_GROUP * group + f.column + odd, slot)", "QUERY_GROUP * group + f.column + 1 - odd, slot)"),
     "P not transposed": ("tile/paged_rows.h", "ptx::transposed(word_of", "(word_of"),
@@ -275,8 +304,44 @@ INT8_MUTANTS = {
 }
 
 
+SCORE_MUTANTS = {
+    "a key more in a window": ("tile/paged_rows.h", "0 : max(position - p.left, 0);", "0 : max(position - p.left - 1, 0);"),
+    "a window's keys in pages": ("tile/paged_rows.h", "+ 8 * h < first_keys[group][r])", "+ 8 * h < 0)"),
+    "a window's keys in half precision": ("tile/paged_rows.h", "sees_key && key >= mod.first_key(position);", "sees_key;"),
+    "a window's pages from zero": (
+        "tile/paged_schedule.h",
+        "const WindowBlocks& blocks) { return blocks.first_page; }",
+        "const WindowBlocks&) { return 0; }",
+    ),
+    "the window of the last query": (
+        "tile/paged_schedule.h",
+        "row.count + query_of(p, first_row) - p.left",
+        "row.count + query_of(p, first_row + rows - 1) - p.left",
+    ),
+    "a page before the window that isn't there": (
+        "tile/paged_rows.h",
+        "return first_key(position) >= (page",
+        "return false && first_key(position) >= (page",
+    ),
+    "a block in half precision too few": (
+        "tile/paged_schedule.h",
+        "max(first_half, first_key / HALF_BLOCK)",
+        "max(first_half, first_key / HALF_BLOCK + 1)",
+    ),
+    "a soft cap without K's mean": ("tile/paged_rows.h", "scores[i], 1.0f), scale, offset));", "scores[i], 1.0f), scale, 0.0f));"),
+    "K's mean twice": ("tile/paged_rows.h", "if (!capped) for_queries", "for_queries"),
+    "a soft cap of pages only": ("tile/paged_rows.h", "mod.capped() ? mod.cap(in_base_2) : in_base_2;", "in_base_2;"),
+    "a soft cap in base 2": ("tile/score_mod.h", "score * (inverse / LOG2E)) * (softcap * LOG2E)", "score * inverse) * softcap"),
+    "a sink in each part": ("decode.cuh", "if (p.sinks != nullptr && tile.end == tile.blocks.size()) {", "if (p.sinks != nullptr) {"),
+    "a sink in every lane": ("tile/paged_rows.h", "f.row == 0 ? beta[group][r] : 0.0f", "beta[group][r]"),
+    "a sink in base 2": ("decode.cuh", "p.sinks[query.head] * LOG2E", "p.sinks[query.head]"),
+    "the first head's sink": ("decode.cuh", "p.sinks[query.head]", "p.sinks[0]"),
+}
+"""Of windows, soft caps and sinks."""
+
+
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *SCORE_MUTANTS.values()])
 
 
 EQUAL_CASE = Case((300, 300), kv_heads=2, dim=128)
@@ -285,6 +350,27 @@ EQUAL_CASE = Case((300, 300), kv_heads=2, dim=128)
 MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 
 LARGE_SCORES = Case((500,), queries=3, group=3, dim=128, scale=1e8)
+
+SCORES_CASES = (
+    (Case((897, 141), queries=3, kv_heads=2, group=5, left=256, softcap=3.0, sinks=True), 3),
+    (Case((420, 200, 130), queries=4, left=40), 2),
+    (Case((300,), kv_heads=2, sinks=True), 7),
+)
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", SCORE_MUTANTS)
+def test_mutant_of_scores_is_seen(name: str) -> None:
+    library = emulation.decoder(config_of(SCORES_CASES[0][0]), SCORE_MUTANTS[name])
+
+    def check_all() -> None:
+        for case, sms in SCORES_CASES:
+            check(library, case, torch.device("cpu"), sms)
+        check_out_of_range(library, 130, torch.device("cpu"))
+
+    with pytest.raises(AssertionError):
+        check_all()
 
 
 @pytest.mark.thorough
@@ -307,6 +393,8 @@ def test_the_case_of_the_mutants_is_right(backend: str, device: torch.device) ->
     place = torch.device("cpu") if backend == "emulated" else device
     for case in (MUTANT_CASE, dataclasses.replace(MUTANT_CASE, recipe=PRECISE), LARGE_SCORES):
         check(library_of(backend, case), case, place, 3)
+    for case, sms in SCORES_CASES:
+        check(library_of(backend, case), case, place, sms)
     check(library_of(backend, EQUAL_CASE), EQUAL_CASE, place, 10)
 
 

@@ -37,6 +37,7 @@ class Case:
     k_gain: float = 2.0
     scale: float = 0.2
     left: int = -1
+    softcap: float = 0.0
     sinks: bool = False
     seed: int = 0
     packed: bool = False
@@ -76,7 +77,7 @@ class Case:
         pages.append(cache.storage, *new, batch, self.recipe)
         q = q.to(device, self.dtype)
         sinks = torch.linspace(-2, 3, heads, device=device) if self.sinks else None
-        options = self.recipe, self.scale, (self.left, 0), 0.0, sinks
+        options = self.recipe, self.scale, (self.left, 0), self.softcap, sinks
         if self.packed:
             q, *new = (
                 torch.cat(
@@ -141,6 +142,13 @@ CASES = {
     "window, int8, sinks": (Case((500, 140), (300, 140), left=150, recipe=PRECISE, sinks=True), 2),
     "sinks": (Case((300, 200, 5), (200, 150, 2), kv_heads=2, sinks=True), 2),
     "sinks, large scores": (Case((500,), (300,), scale=1e8, sinks=True), 1),
+    "soft cap": (Case((420, 300), (250, 300), softcap=3.0), 2),
+    "soft cap, 128 channels, window, sinks": (Case((500,), (330,), left=150, softcap=5.0, dim=128, group=1, sinks=True), 1),
+    "soft cap, 256 channels": (Case((400,), (200,), dim=256, group=1, softcap=3.0), 1),
+    "soft cap, int8": (Case((420, 140), (250, 140), recipe=PRECISE, softcap=3.0), 2),
+    "soft cap, large scores": (Case((500,), (300,), scale=1e8, softcap=30.0), 1),
+    "soft cap, scores below zero": (dataclasses.replace(BELOW_ZERO, softcap=5.0), 1),
+    "packed, soft cap": (Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7, softcap=3.0), 2),
     "packed": (Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7), 2),
     "packed, all edges": (Case((0, 1, 64, 127, 128, 129, 192, 256, 257), (0, 1, 64, 127, 1, 2, 65, 128, 3), packed=True), 2),
     "packed, half": (Case((300, 200), (200, 150), dtype=torch.float16, kv_heads=2, packed=True), 2),
@@ -205,15 +213,19 @@ def test_non_finite_tokens(what: str, recipe: Recipe, backend: str, device: torc
     assert_attends(*actual, expected, case.dtype, backend == "emulated")
 
 
+@pytest.mark.parametrize("left", (-1, 20, 130))
 @pytest.mark.parametrize("packed", (False, True))
-def test_numbers_out_of_range_are_no_indices(packed: bool, backend: str, device: torch.device) -> None:
-    case = Case((400, 400, 400, 400, 300), (200, 200, 200, 200, 150), group=1, packed=packed)
+def test_numbers_out_of_range_are_no_indices(packed: bool, left: int, backend: str, device: torch.device) -> None:
+    """Rows are NaN that see a page whose number is out of range, and only these."""
+    case = Case((400, 400, 400, 400, 300, 600), (200, 200, 200, 200, 150, 200), group=1, packed=packed, left=left)
     call = case.call(place_of(backend, device))
     assert call.batch.sequences is not None
     call.batch.page_table[1, 1] = -1
     call.batch.page_table[4, 0] = 1 << 20
     call.batch.sequences[2] = 99
     call.batch.lengths[3] = 1 << 30
+    # pages that others have are behind it
+    call = dataclasses.replace(call, batch=dataclasses.replace(call.batch, page_table=call.batch.page_table[:, :3]))
     actual = attend(library_of(backend, case), call, dataclasses.replace(H100, sm_count=3))
     expected = pages.attend_paged(call)
     for x, y in zip(actual, expected, strict=True):
@@ -284,8 +296,9 @@ def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: t
         (dict(group=4), 4),
         (dict(counts=(3, 3, 3, 0, 3, 3, 3)), 8),
         (dict(lengths=(300, 420), counts=(150, 150)), 0),  # all rows have as many
-        (dict(sinks=True), 0),
-        (dict(left=100), 0),
+        (dict(sinks=True), 8),
+        (dict(left=100), 8),
+        (dict(softcap=20.0), 8),
     ),
 )
 def test_of_how_many_queries_the_decode_kernel_has_rows(options: dict, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +399,7 @@ MUTANTS = {
     "missing rescale": ("prefill.cuh", "if (grows) rows.rescale(alpha);", ""),
     "missing rescale in half precision": ("prefill_rows.h", "rows.rescale(alpha);", ""),
     "sums that don't shrink": ("tile/page_softmax.h", "l[r] *= alpha[r];", ""),
-    "K's mean forgotten": ("prefill_rows.h", "softmax.end_pages(r, mean_score[f.row + 8 * r]);", "softmax.end_pages(r, 0.0f);"),
+    "K's mean forgotten": ("prefill_rows.h", "softmax.end_pages(r, CAPPED ? 0.0f : mean_score[f.row + 8 * r]);", "softmax.end_pages(r, 0.0f);"),
     "the offset of P kept": ("tile/page_softmax.h", "limit[r] += mean_score - P_OFFSET;", "limit[r] += mean_score;"),
     "V's mean forgotten": ("prefill_rows.h", "of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);", "of[1] = of[1] * scale.y;"),
     "scales of another channel": ("prefill_rows.h", "part * S::part + 8 * j + f.column;", "part * S::part + 8 * j;"),
@@ -398,8 +411,12 @@ MUTANTS = {
     "sums of two threads": ("tile/page_softmax.h", "lanes < 4; lanes *= 2) sum +=", "lanes < 2; lanes *= 2) sum +="),
     "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
     "later tokens": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i >= first"),
-    "a key before the window": ("prefill.cuh", "return first_key_of(params,", "return -1 + first_key_of(params,"),
+    "a key before the window": ("prefill.cuh", "? first : 0;", "? first - 1 : 0;"),
     "no window in the own page": ("prefill_rows.h", "max(position / KEYS * KEYS, position - left) - before", "position / KEYS * KEYS - before"),
+    "a soft cap without K's mean": ("prefill.cuh", "{mean[0] / LOG2E, mean[8] / LOG2E}", "{0.0f, 0.0f}"),
+    "a soft cap with another row's mean": ("prefill.cuh", "mean[8] / LOG2E}", "mean[0] / LOG2E}"),
+    "K's mean twice under a soft cap": ("prefill_rows.h", "CAPPED ? 0.0f : mean_score[f.row", "mean_score[f.row"),
+    "a soft cap of pages only": ("prefill_rows.h", "CAPPED ? cap_score(", "false ? cap_score("),
     "windows of the first row": ("tile/paged_tiles.h", "edge = min((first_key_of(p, last)", "edge = min((first_key_of(p, tile.position(first_row))"),
     "a page of the window left out": (
         "tile/paged_tiles.h",
@@ -496,6 +513,7 @@ MUTANT_CASES = (
     (Case((500,), (300,), scale=1e8), 1),
     (Case((700, 300), (400, 150), left=200, sinks=True), 2),
     (Case((420,), (300,), left=40), 1),
+    (Case((420,), (250,), softcap=3.0), 1),
 )
 
 

@@ -192,10 +192,11 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         *((name, ctypes.c_bool) for name in ("half", "leaves_longer")),
-        *((f"{name}_scale_strides", ctypes.c_int64 * 4) for name in "kv"),
         ("sinks", ctypes.c_void_p),
-        *((name, ctypes.c_int) for name in ("page", "copied_tokens", "capacity", "left", "right")),
+        *((name, ctypes.c_int) for name in ("left", "right")),
         ("softcap", ctypes.c_float),
+        *((f"{name}_scale_strides", ctypes.c_int64 * 4) for name in "kv"),
+        *((name, ctypes.c_int) for name in ("page", "copied_tokens", "capacity")),
     ]
 
 
@@ -636,17 +637,18 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
     return p
 
 
-def decode_params(ctas: int, numbers, softmax_scale: float, q: torch.Tensor, storage, batch, results) -> DecodeParams:
+def decode_params(ctas: int, numbers, softmax_scale: float, softcap: float, tokens, storage, batch, results) -> DecodeParams:
     """The DecodeParams that binding.cpp's decode makes from its arguments."""
     names = ("k", "k_scale", "v", "v_page_scale", "k_mean", "v_mean", "v_scale", "recent_k", "recent_v")
-    tensors = dict(zip(names, storage[:-1], strict=True))
+    q, sinks = tokens
+    tensors = dict(zip(names, storage[:-1], strict=True)) | {"sinks": sinks}
     k, v, recent_k, recent_v = (tensors[name] for name in ("k", "v", "recent_k", "recent_v"))
     dim = k.size(3)
     boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
     maps = b"".join(matrix_map(*box) for box in boxes)
-    most, part, p_leaves = numbers
+    most, part, leaves_longer, left = numbers
     p = _decode_params_of((ctas, most, softmax_scale, k.size(1)), q, maps, tensors, batch, results)
-    p.leaves_longer = p_leaves
+    p.leaves_longer, p.left, p.softcap = leaves_longer, left, softcap
     p.every_page, p.every_sequence = k.size(0), recent_k.size(0)
     p.part, p.inverse_part = part, 1.0 / max(part, 1)
     return p
@@ -674,7 +676,7 @@ def _slots_map(x: torch.Tensor, rows: int) -> bytes:
     return tensor_map(x, (width, x.size(1), x.size(0), x.size(2)), strides, (min(width, 128), rows, 1, 1))
 
 
-def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, results) -> bytes:
+def prefill_params(numbers, softmax_scale: float, softcap: float, tokens, storage, batch, results) -> bytes:
     """The PrefillParams that binding.cpp's prefill makes from its arguments."""
     k, k_scale, v, v_page_scale, k_mean, v_mean, v_scale, recent_k, recent_v, _ = storage
     (q, new_k, new_v, sinks), (table, lengths, counts, sequences, tile_table), (out, lse, counter) = tokens, batch, results
@@ -682,6 +684,7 @@ def prefill_params(numbers, softmax_scale: float, tokens, storage, batch, result
     tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter, sinks=sinks)
     call = _params_of(tensors | dict(lse_mean=k_mean, tile_table=tile_table), softmax_scale, 0)
     call.k_scale, call.value_dim, call.heads_in_l2 = k_scale.data_ptr(), dim, numbers[0]
+    call.softcap, call.inverse_softcap = softcap, 1.0 / softcap if softcap else torch.inf
     maps = (
         _rows_map(q, KEYS // 2, 128),
         matrix_map(k, KEYS, min(dim, 128)),

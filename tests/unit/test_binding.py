@@ -310,14 +310,14 @@ def test_a_plan_repeats_prefill(recorder: Recorder, packed: bool) -> None:
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, sinks, table, lengths, counts, sequences, tile_table, *storage = inputs
         batch = fp8attn.PagedBatch(table, lengths, counts, sequences, cu_seqlens=lengths if packed else None)
-        call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1, window=(99, 0), sinks=sinks)
+        call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1, (99, 0), 30.0, sinks)
         return run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32, tile_table)
 
     number = (1 << 41) + 2 + packed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "load_with", lambda *_: prefill_library(told))
         assert recording.record(recorder.operators, {}, number, operands(), attend)
-    _, _, numbers, scale, *_ = told.arguments
+    _, _, numbers, scale, softcap, *_ = told.arguments
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
     tile_table, counter = given[8], torch.zeros(1, dtype=torch.int32)
@@ -325,7 +325,8 @@ def test_a_plan_repeats_prefill(recorder: Recorder, packed: bool) -> None:
         outputs = prefill.rows_of(outputs[0]), outputs[1][None]
 
     def with_counter(x: torch.Tensor) -> bytes:
-        return emulation.prefill_params(numbers, scale, [*map(prefill.rows_of, given[:3]), given[3]], given[9:], given[4:9], [*outputs, x])
+        tokens = [*map(prefill.rows_of, given[:3]), given[3]]
+        return emulation.prefill_params(numbers, scale, softcap, tokens, given[9:], given[4:9], [*outputs, x])
 
     if tile_table is not None:
         expected = with_counter(run.counter_of(tile_table))
@@ -455,12 +456,12 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
         cache, table = fp8attn.KVCache(3, 5, 2, 128, device="cpu"), fp8attn.PageTable(3, 5, max_pages=4, device="cpu")
         sequences = torch.arange(3, dtype=torch.int32) if with_sequences else None
         batch = dataclasses.replace(table.batch(), sequences=sequences)
-        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), *batch.tensors(), *cache.storage.tensors()]
+        return [torch.zeros(3, 8, 2, 128, dtype=torch.bfloat16), torch.zeros(8), *batch.tensors(), *cache.storage.tensors()]
 
     def attend(inputs) -> tuple[torch.Tensor, torch.Tensor]:
-        q, table, lengths, counts, sequences, cu_seqlens, *storage = inputs
+        q, sinks, table, lengths, counts, sequences, cu_seqlens, *storage = inputs
         batch = fp8attn.PagedBatch(table, lengths, counts, sequences, None, cu_seqlens)
-        return run.attend_to_pages(PagedCall(q, Storage.of(storage), None, batch, recipe, 0.1), H100, torch.float32)
+        return run.attend_to_pages(PagedCall(q, Storage.of(storage), None, batch, recipe, 0.1, (99, 0), 30.0, sinks), H100, torch.float32)
 
     number = (1 << 41) + with_sequences
     with pytest.MonkeyPatch.context() as patch:
@@ -470,11 +471,11 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[6:])), H100)
+    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[7:])), H100)
     found = emulation.DecodeParams.from_buffer_copy(buffer)
-    ctas, of_call, scale = numbers[:3]
+    ctas, of_call, scale, softcap = numbers[:4]
     scratch = [torch.empty(2 * ctas, 8, width) for width in (128, 2)]
-    expected = emulation.decode_params(ctas, of_call, scale, given[0], given[6:], given[1:6], [*outputs, *scratch, given[-1]])
+    expected = emulation.decode_params(ctas, of_call, scale, softcap, given[:2], given[7:], given[2:7], [*outputs, *scratch, given[-1]])
     room = outputs[0].data_ptr()
     assert found.parts and found.part_rows and abs(found.part_rows - found.parts) >= scratch[1].nbytes and found.parts != room
     found.parts, found.part_rows = expected.parts, expected.part_rows

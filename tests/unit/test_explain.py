@@ -306,7 +306,7 @@ def test_what_a_call_on_a_cache_runs(
         assert f"new tokens are {name}" in " ".join(plan.because)
 
 
-@pytest.mark.parametrize("counts, options, few", (((1, 200), {}, 4), ((200, 200), {}, 0), ((1, 200), {"window": (50, 0)}, 0)))
+@pytest.mark.parametrize("counts, options, few", (((1, 200), {}, 4), ((200, 200), {}, 0), ((1, 200), {"window": (50, 0)}, 4)))
 def test_decode_steps_beside_prompts(
     counts: tuple[int, ...], options: dict[str, Any], few: int, paged_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip

@@ -16,9 +16,8 @@ __device__ inline float finite(float m) { return fmaxf(m, NOTHING); }
 // START on: an FFMA reads integers as these, and they compare as integers. -inf is a key that a row doesn't see.
 template <bool INT8, int DIM>
 struct PageScores {
-  using Sum = std::conditional_t<INT8, int32_t, float>;
-
-  __device__ static float of(Sum sum) {
+  template <typename S>
+  __device__ static float of(S sum) {
     if constexpr (INT8)
       return __int_as_float(sum + START<DIM>);
     else

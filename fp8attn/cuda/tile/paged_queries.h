@@ -75,8 +75,8 @@ template <typename T, int DIM>
 struct HalfQueries {
   uint32_t words[DIM / 16][2];
 
-  template <int HEIGHT>
-  __device__ HalfQueries(const DecodeParams& p, const DecodeTiles<HEIGHT>& tile, int first) {
+  template <typename Tile>
+  __device__ HalfQueries(const DecodeParams& p, const Tile& tile, int first) {
     const Fragment f = Fragment::of_warp(0);
     const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + first + f.row);
     const T* from = query_at<T>(p, tile.batch, row) + f.column;

@@ -16,6 +16,7 @@
 #include "rotate.h"
 #include "shared_tile.h"
 #include "page_softmax.h"
+#include "score_mod.h"
 
 namespace fp8attn {
 
@@ -32,6 +33,27 @@ template <typename T>
 __device__ void compute_late(T& x) {
   asm volatile("" : "+r"(x));
 }
+
+// What is done to scores but causality: nothing, or, with ANY, a window, a soft cap and a sink may be given.
+template <bool ANY>
+struct PagedScores {
+  const DecodeParams& p;
+
+  __device__ bool capped() const { return ANY && p.softcap > 0.0f; }
+
+  // The first key that a query sees.
+  __device__ int first_key(int position) const { return !ANY || p.left < 0 ? 0 : max(position - p.left, 0); }
+
+  // Whether a query sees no key of a page. Of the pages behind the table there is one block, the first one's.
+  __device__ bool hides(int position, int page) const {
+    if (own_page(position) <= page) return true;
+    if constexpr (!ANY) return false;
+    return first_key(position) >= (page < p.table_width ? page + 1 : own_page(position)) * KEYS;
+  }
+
+  // A score in base 2 under the soft cap.
+  __device__ float cap(float score) const { return cap_score(score, p.softcap, 1.0f / p.softcap); }
+};
 
 // What a thread has for each of its queries.
 template <int GROUPS>
@@ -224,6 +246,43 @@ struct PagedRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
     for_queries([&](int group, int r) { beta[group][r] *= 1.0f / (1 << int(P_OFFSET)); });
   }
 
+  // Scores of a page, divided by `factor`, become tanh of what they are over the soft cap, and the factors the cap's.
+  // `mean_score`: what K's mean adds to those of the tile's rows.
+  template <bool INT8>
+  __device__ static void cap(Products<KEYS / WGMMA_ROWS, GROUPS>& s, OfMine& factor, const float* mean_score, float softcap, Fragment f) {
+    const float inverse = 1.0f / softcap;
+    for_queries([&](int group, int r) {
+      const float scale = factor[group][r] * (inverse / LOG2E), offset = mean_score[QUERY_GROUP * group + f.column + r] / LOG2E * inverse;
+#pragma unroll
+      for (auto& scores : s)
+#pragma unroll
+        for (int i = 4 * group + r; i < 4 * group + 4; i += 2) scores[i] = ptx::tanh_approx(fmaf(PageScores<INT8, DIM>::multiply(scores[i], 1.0f), scale, offset));
+      factor[group][r] = softcap * LOG2E;
+    });
+  }
+
+  // Scores of keys before `first_keys`, in the page that begins with key `start`, become -inf.
+  __device__ static void hide_keys_before(Products<KEYS / WGMMA_ROWS, GROUPS>& s, const int (&first_keys)[GROUPS][2], int start, Fragment f) {
+    for_queries([&](int group, int r) {
+#pragma unroll
+      for (int t = 0; t < KEYS / WGMMA_ROWS; ++t)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          if (start + WGMMA_ROWS * t + f.row + 8 * h < first_keys[group][r]) s[t][4 * group + 2 * h + r] = -INFINITE;
+    });
+  }
+
+  // Adds a sink to the sums of each query that sees one, a score in base 2.
+  __device__ void add_sinks(const OfMine& sinks, Fragment f) {
+    OfMine alpha, beta;
+    merge(sinks, alpha, beta);
+    for_queries([&](int group, int r) { l[group][r] = fmaf(l[group][r], alpha[group][r], f.row == 0 ? beta[group][r] : 0.0f); });
+#pragma unroll
+    for (auto& of : o)
+#pragma unroll
+      for (int i = 0; i < 4 * GROUPS; ++i) of[i] *= alpha[i / 4][i % 2];
+  }
+
   // O = O alpha + Vᵀ·Pᵀ beta v_scale, l = l alpha + sums of P times beta. `values`, `p`: descriptors of a page of Vᵀ
   // and of P.
   __device__ void add_values(uint64_t values, uint64_t p, const OfMine& alpha, const OfMine& beta, float v_scale) {
@@ -265,10 +324,10 @@ struct PagedRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
   }
 
   // Makes sums over pages those of K and V as they were. `v_scale`, `v_mean`: of the head's channels. `mean_score`: of
-  // the tile's rows.
-  __device__ void restore(const float* v_scale, const float* v_mean, const float* mean_score, Fragment f) {
+  // the tile's rows; scores that are `capped` have it.
+  __device__ void restore(const float* v_scale, const float* v_mean, const float* mean_score, bool capped, Fragment f) {
     compute_late(f.row), compute_late(f.column);
-    for_queries([&](int group, int r) { m[group][r] += mean_score[QUERY_GROUP * group + f.column + r]; });
+    if (!capped) for_queries([&](int group, int r) { m[group][r] += mean_score[QUERY_GROUP * group + f.column + r]; });
 #pragma unroll
     for (int t = 0; t < TILES; ++t)
 #pragma unroll
@@ -285,8 +344,8 @@ struct PagedRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
 
   // Attends to a block in half precision, of which a warp has 16 tokens. `queries`: of the first group;
   // `queries_of(group)`: of others. `positions`: of the tile's rows.
-  template <typename T, int ROWS, typename QueriesOf>
-  __device__ void attend_to_half_block(const HalfBlock& block, HalfQueries<T, DIM>& queries, QueriesOf&& queries_of, const int* positions, float score_scale,
+  template <typename T, bool ANY, int ROWS, typename QueriesOf>
+  __device__ void attend_to_half_block(const HalfBlock& block, HalfQueries<T, DIM>& queries, QueriesOf&& queries_of, const int* positions, const PagedScores<ANY>& mod,
                                        WarpExchange<ROWS>& exchange, Fragment f) {
     using Tokens = HalfBlock::Tokens;
     using Probabilities = SharedTile<ROWS, KEYS, true>;
@@ -319,7 +378,11 @@ struct PagedRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
       for (int i = r; i < 4; i += 2) {
         float& score = s[group][i];
         score += nan_of_k[i] + nan_of_v[i];
-        score = sees && block.start + f.row + i / 2 * 8 <= position ? score * score_scale : -INFINITE;
+        const int key = block.start + f.row + i / 2 * 8;
+        bool sees_key = sees && key <= position;
+        if constexpr (ANY) sees_key = sees_key && key >= mod.first_key(position);
+        const float in_base_2 = score * mod.p.score_scale;
+        score = !sees_key ? -INFINITE : mod.capped() ? mod.cap(in_base_2) : in_base_2;
         largest[group][r] = fmaxf(largest[group][r], score);
       }
     });

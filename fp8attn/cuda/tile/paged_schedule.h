@@ -76,6 +76,26 @@ struct TileBlocks {
   __device__ int size() const { return pages + halves; }
 };
 
+// The same in a window, p.left and what is at the query itself: pages from `first_page` of the sequence on.
+struct WindowBlocks : TileBlocks {
+  int first_page = 0;
+
+  WindowBlocks() = default;
+
+  __device__ WindowBlocks(const DecodeParams& p, const BatchRow& row, int first_row, int rows) : TileBlocks(p, row, first_row, rows) {
+    if (size() == 0 || p.left < 0) return;
+    const int first_key = max(row.end - row.count + query_of(p, first_row) - p.left, 0), end = first_half + halves;
+    // of pages behind the table the first one is read, which isn't there
+    first_page = min(first_key / KEYS, min(pages, p.table_width));
+    pages -= first_page;
+    first_half = max(first_half, first_key / HALF_BLOCK), halves = end - first_half;
+  }
+};
+
+// The number of a tile's first page.
+__device__ inline int first_page_of(const TileBlocks&) { return 0; }
+__device__ inline int first_page_of(const WindowBlocks& blocks) { return blocks.first_page; }
+
 // Sum of x over the lanes up to this one. Called by a whole warp.
 __device__ inline int inclusive_sum(int x) {
   const int lane = threadIdx.x % 32;
@@ -189,6 +209,8 @@ struct DecodeSchedule {
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1.
 template <int HEIGHT, typename Blocks = TileBlocks>
 struct DecodeTiles {
+  using Schedule = DecodeSchedule<HEIGHT, Blocks>;
+
   int batch = 0, kv_head = 0, row_tile = -1, begin = 0, end = 0;
   int before = 0;  // the CTA's blocks before the tile, less `begin`
   BatchRow row;
@@ -197,7 +219,7 @@ struct DecodeTiles {
   DecodeTiles() = default;
 
   // Called by whole warps.
-  __device__ DecodeTiles(const DecodeSchedule<HEIGHT, Blocks>& schedule, int cta)
+  __device__ DecodeTiles(const Schedule& schedule, int cta)
       : skipped_(schedule.shares.begin(cta)), left_(schedule.shares.size(cta)) {
     if (left_ == 0) return;
     batch = schedule.find_batch(skipped_, row);

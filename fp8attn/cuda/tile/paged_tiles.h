@@ -111,7 +111,7 @@ struct PagedRowRange {
     const int last = tile.position(min(first_row + ROWS, tile.count) - 1);
     seen = min(last / KEYS, tile.pages), whole = tile.position(first_row) / KEYS;
     begin = min(first_key_of(p, tile.position(first_row)) / KEYS, min(p.table_width, seen));
-    edge = min((first_key_of(p, last) + KEYS - 1) / KEYS, p.table_width);
+    edge = min((first_key_of(p, last) + KEYS - 1) / KEYS, p.table_width + 1);
     first_half = whole * HALVES, end_half = last / HALF_BLOCK + 1;
   }
 

@@ -31,6 +31,9 @@ __device__ void cap_scores(float (&s)[N], float (&factor)[2], float2 shift, floa
   }
 }
 
+// A score in base 2 under a soft cap, which is natural. `inverse`: of the cap. tanh.approx is off by 2^-11 of a score.
+__device__ inline float cap_score(float score, float softcap, float inverse) { return ptx::tanh_approx(score * (inverse / LOG2E)) * (softcap * LOG2E); }
+
 // A row's sums beside a sink. `normalise`: the factor of its sums of P * V. `weight`: of all its keys.
 struct SinkRow {
   float normalise, weight;
