@@ -104,11 +104,7 @@ def unsupported_decode(call: PagedCall) -> str | None:
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    return prefill.unsupported_call(call, device) or build.unavailable(_prefill_config(call), device.arch)
-
-
-def _prefill_config(call: PagedCall) -> prefill.PrefillConfig:
-    return prefill.choose(call.q.shape[-1], call.recipe.qk, call.batch.cu_seqlens is not None)
+    return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q, call.recipe.qk, device), device.arch)
 
 
 def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +113,7 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
         return cuda_run.prefill_from_pages(call, device, out_dtype)
     few = few_queries(call)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
-    table = triton_kernels.varlen.table_of_rows(call, _prefill_config(call).tile_rows, few, device)
+    table = triton_kernels.varlen.table_of_rows(call, prefill.choose(call.q, call.recipe.qk, device).tile_rows, few, device)
     return cuda_run.prefill_from_pages(call, device, out_dtype, table, results)
 
 
@@ -144,7 +140,7 @@ def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_s
         return f"there are {tokens.q.shape[2]} queries; the CUDA kernel is taken from {prefill.LEAST_QUERIES} on"
     reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
     if reason is None:
-        config = prefill.choose(tokens.q.shape[3], recipe.qk)
+        config = prefill.choose(tokens.q, recipe.qk, device)
         reason = build.unavailable(config, device.arch)
         if reason is None:
             return config
@@ -198,7 +194,7 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         elif name == "decode":
             return Attending(name, decode.choose(call.storage), cuda_run.attend_to_pages)
         else:
-            return Attending(name, _prefill_config(call), _prefill)
+            return Attending(name, prefill.choose(call.q, call.recipe.qk, device_of(call.q.device)), _prefill)
     if backend == "cuda":
         raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
     return reasons

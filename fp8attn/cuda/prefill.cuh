@@ -151,7 +151,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       free_values();
     };
 
-    if (elected) ptx::tma_store_wait<0>();
+    if (C.packed || elected) ptx::tma_store_wait<0>();
     ptx::cp_async_wait();
     ptx::warpgroup_sync(1 + consumer);  // codes and scales are there; no output is staged any more
     if (leads) {

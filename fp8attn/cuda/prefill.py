@@ -81,13 +81,17 @@ class PrefillConfig:
         return "prefill_" + "_".join(str(int(x)) for x in astuple(self))
 
 
-E4M3_INSTANCES = (PrefillConfig(64, 3, 4, 160), PrefillConfig(128, 3, 4, 160), PrefillConfig(256, 2, 2, 240))
-"""As many consumers as registers allow."""
+SPEEDS = {
+    PrefillConfig(64, 3, 4, 160): 1.0,
+    PrefillConfig(64, 2, 6, 232): 0.82,
+    PrefillConfig(128, 3, 4, 160): 1.0,
+    PrefillConfig(128, 2, 5, 232): 0.82,
+    PrefillConfig(256, 2, 2, 240): 1.0,
+}
+"""Sizes of instances, and the speed of each relative to the fastest one of its head dim: rows in a tile's time (H200).
+Fewer consumers are for calls of few tiles."""
 
-PACKED_INSTANCES = tuple(PrefillConfig(128, 2, 5, 232, packed=True) if c.head_dim == 128 else replace(c, packed=True) for c in E4M3_INSTANCES)
-"""For packed queries. A third consumer for 128 channels spills, and is no faster."""
-
-GROUPS = tuple(tuple(replace(config, int8=int8) for config in configs) for configs in (E4M3_INSTANCES, PACKED_INSTANCES) for int8 in (False, True))
+GROUPS = tuple(tuple(replace(config, int8=int8, packed=packed) for config in SPEEDS) for packed in (False, True) for int8 in (False, True))
 """Instances that are compiled together."""
 
 INSTANCES = tuple(config for group in GROUPS for config in group)
@@ -98,9 +102,21 @@ def group(config: PrefillConfig) -> tuple[PrefillConfig, ...]:
     return next(group for group in GROUPS if config in group)
 
 
-def choose(dim: int, qk: ProductType, packed: bool = False) -> PrefillConfig:
-    """The instance for a head dim that the kernel supports."""
-    return next(config for config in INSTANCES if (config.head_dim, config.int8, config.packed) == (dim, qk == "int8", packed))
+def able(dim: int, qk: ProductType, packed: bool) -> list[PrefillConfig]:
+    """The instances for a head dim that the kernel supports."""
+    return [config for config in INSTANCES if (config.head_dim, config.int8, config.packed) == (dim, qk == "int8", packed)]
+
+
+def choose(q: torch.Tensor, qk: ProductType, device: Device) -> PrefillConfig:
+    """The instance for queries that the kernel supports: the one that is done first, estimated by rows and speed. Tiles
+    behind a long prefix take the same time. Packed queries count as those of one row of the batch."""
+    batch, heads, length, dim = rows_of(q).shape
+
+    def time(config: PrefillConfig) -> float:
+        tiles = batch * heads * -(-length // config.tile_rows)
+        return -(-tiles // device.sm_count) * config.tile_rows / SPEEDS[replace(config, int8=False, packed=False)]
+
+    return min(able(dim, qk, q.dim() == 3), key=time)
 
 
 def left_of(window: Window) -> int:
@@ -161,7 +177,7 @@ def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, dev
     if q.dtype not in DTYPES or tokens.dtype != q.dtype:
         return f"query is {q.dtype} and the cache's tokens are {tokens.dtype}; it takes {' or '.join(map(str, DTYPES))} for both"
     if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
-        return f"head dims are {sorted(dims)}; it takes one of {[config.head_dim for config in E4M3_INSTANCES]} for keys and values"
+        return f"head dims are {sorted(dims)}; it takes one of {sorted({config.head_dim for config in SPEEDS})} for keys and values"
     if part_of(q.shape[3], recipe.rotate) != ROTATED:
         return f"the recipe has rotate={recipe.rotate}; with many queries it takes {ROTATED}"
     if not softmax_scale > 0:

@@ -442,7 +442,7 @@ def prefill_from_pages(
         BuildError: the kernel can't be compiled here.
     """
     q, storage, packed = call.q, call.storage, call.batch.cu_seqlens is not None
-    config = prefill.choose(q.shape[-1], call.recipe.qk, packed)
+    config = prefill.choose(q, call.recipe.qk, device)
     library = build.load_with(config, prefill.group(config), device.arch)
     tiles = prefill.tiles_of(call, config)
     ctas = min(tiles, device.sm_count)

@@ -42,6 +42,7 @@ class Case:
     seed: int = 0
     packed: bool = False
     behind: int = 0
+    consumers: int = 0
 
     def call(self, device: torch.device, out_of: int | None = None) -> PagedCall:
         """The call, with shuffled pages; what no token has written is NaN."""
@@ -96,10 +97,10 @@ def attend(library: build.Library | None, call: PagedCall, device: Device, out_d
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
+            patch.setattr(prefill, "choose", lambda *_: next(iter(library.launchers)))
         table = None
         if call.batch.cu_seqlens is not None:
-            rows = prefill.choose(call.q.shape[2], call.recipe.qk, True).tile_rows
-            table = varlen.table_of_rows(call, rows, 0, device_of(call.q.device))
+            table = varlen.table_of_rows(call, prefill.choose(call.q, call.recipe.qk, device).tile_rows, 0, device_of(call.q.device))
         unwritten = torch.full_like(call.q, 1e4, dtype=out_dtype), torch.full(pages.lse_shape(call.q), 1e4, device=call.q.device)
         return run.prefill_from_pages(call, device, out_dtype, table, unwritten)
 
@@ -148,6 +149,9 @@ CASES = {
     "soft cap, int8": (Case((420, 140), (250, 140), recipe=PRECISE, softcap=3.0), 2),
     "soft cap, large scores": (Case((500,), (300,), scale=1e8, softcap=30.0), 1),
     "soft cap, scores below zero": (dataclasses.replace(BELOW_ZERO, softcap=5.0), 1),
+    "two consumers": (Case((300, 200, 5), (200, 150, 2), consumers=2), 2),
+    "two consumers, 128 channels, int8": (Case((450, 140), (200, 140), dim=128, recipe=PRECISE, consumers=2), 1),
+    "packed, two consumers, 128 channels": (Case((420, 0, 5, 300), (250, 0, 5, 300), dim=128, packed=True, behind=7, consumers=2), 2),
     "packed, soft cap": (Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7, softcap=3.0), 2),
     "packed": (Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7), 2),
     "packed, all edges": (Case((0, 1, 64, 127, 128, 129, 192, 256, 257), (0, 1, 64, 127, 1, 2, 65, 128, 3), packed=True), 2),
@@ -169,7 +173,9 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 
 def config_of(case: Case) -> prefill.PrefillConfig:
-    return prefill.choose(case.dim, case.recipe.qk, case.packed)
+    """The instance with so many consumers; 0: with the most."""
+    able = prefill.able(case.dim, case.recipe.qk, case.packed)
+    return next(config for config in able if case.consumers in (0, config.consumers))
 
 
 def library_of(backend: str, case: Case) -> build.Library | None:
@@ -260,6 +266,7 @@ def of_batches(backend: str, device: torch.device, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(build, "unavailable", lambda *_: None)
         of = {type(config): make(config) for make, config in ((emulation.prefiller, config_of(MIXED)), (emulation.decoder, decode.INSTANCES[0]))}
         monkeypatch.setattr(build, "load_with", lambda config, *_: of[type(config)])
+        monkeypatch.setattr(prefill, "choose", lambda *_: config_of(MIXED))
     return place_of(backend, device)
 
 
@@ -560,6 +567,18 @@ def test_unsupported_calls_say_why() -> None:
         (dataclasses.replace(two_heads, new=shared), H100, "key has a stride of 0 bytes, TMA needs multiples of 16"),
     ):
         assert reason in (prefill.unsupported_call(other, device) or "")
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize(
+    "dim, heads, queries, consumers",
+    ((128, 32, 512, 2), (128, 32, 640, 3), (128, 32, 1024, 2), (128, 32, 2048, 3), (64, 8, 2048, 2), (64, 32, 16_384, 3), (256, 16, 512, 2)),
+)
+def test_tiles_are_as_large_as_leaves_no_sm_idle(dim: int, heads: int, queries: int, consumers: int, packed: bool) -> None:
+    q = torch.zeros(1, 1, dim, dtype=torch.bfloat16).expand(heads, queries, dim)
+    q = q.transpose(0, 1) if packed else q[None]
+    chosen = prefill.choose(q, "int8", H100)
+    assert (chosen.head_dim, chosen.consumers, chosen.int8, chosen.packed) == (dim, consumers, True, packed)
 
 
 def test_few_queries_are_left_to_triton() -> None:

@@ -19,7 +19,7 @@ MUTANTS = {
     "unpermuted V": ("tile/softmax.h", "0x6420", "0x4620"),
     "P truncated, not rounded": ("ptx/convert.h", "cvt.rn.relu.f16x2.f32", "cvt.rz.relu.f16x2.f32"),
     "sums of the wrong ones": ("tile/attend.h", "= FOUR_ONES;", "= FOUR_ONES + 1;"),
-    "output in the wrong place": ("tile/staged_output.h", "(2 * j + lane % 4 / 2) ^ row % 8", "(2 * j + lane % 4 / 2) ^ row % 4"),
+    "output in the wrong place": ("tile/staged_output.h", "by_rows() ? 0 : row % 8;", "by_rows() ? 0 : row % 4;"),
     "mean of the wrong channel": ("tile/staged_output.h", "fmaf(b * inverse[r], scale.y, mean.y)", "fmaf(b * inverse[r], scale.y, mean.x)"),
 }
 """Mutants of the Hopper kernel: file, text in it, replacement."""
@@ -285,8 +285,14 @@ VARLEN_MUTANTS = {
     "scales of the first sequence": ("hopper_producer.h", "(first_page(tile) + begin) * scale_step", "begin * scale_step"),
     "means of the first sequence": ("tile/seq_len.h", "return tile.sequence;", "return 0;"),
     "rows of the next sequence in a box": ("tile/staged_output.h", "return first_row + OUTPUT_ROWS > row_end;", "return false;"),
-    "rows of the next sequence, one by one": ("tile/staged_output.h", "first_row + row >= row_end", "first_row + row > row_end"),
-    "a buffer that TMA still reads": ("tile/staged_output.h", "&& !evenly) || by_rows())", "&& !evenly))"),
+    "rows of the next sequence, one by one": ("tile/staged_output.h", "|| row >= row_end ||", "|| row > row_end ||"),
+    "rows with TMA's swizzle": ("tile/staged_output.h", "by_rows() ? 0 : row % 8;", "row % 8;"),
+    "rows that only one lane waits for": ("tile/staged_output.h", "if (PACKED || lane == 0) {  //", "if (lane == 0) {  //"),
+    "rows that are in no group": (
+        "tile/staged_output.h",
+        "if (PACKED || lane == 0) ptx::tma_store_commit();",
+        "if (lane == 0) ptx::tma_store_commit();",
+    ),
     "an LSE of the next sequence": ("tile/attend.h", "left = row_end() - row;", "left = p.q_length - row;"),
     "aligned to a key too late": ("tile/seq_len.h", "aligned = tile.kv_length - tile.q_end;", "aligned = tile.kv_length - tile.q_end + 1;"),
     "all keys of the tensor": ("tile/seq_len.h", "found.kv_length = tile.kv_length;", "found.kv_length = p_.kv_length;"),

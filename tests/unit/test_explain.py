@@ -97,7 +97,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_run, "forward_from_fp16", lambda p, device, launch: seen.attend(
         "cuda", launch.config, p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
     monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, out_dtype: seen.attend(
-        "cuda", prefill.choose(call.q.shape[3], call.recipe.qk), call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
+        "cuda", prefill.choose(call.q, call.recipe.qk, device), call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
     monkeypatch.setattr(early, "forward_when_ready", when_ready)
     monkeypatch.setattr(cuda_run, "library_of", lambda *_: SimpleNamespace(launchers=collections.defaultdict(int)))
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))

@@ -45,6 +45,11 @@ __device__ inline void tma_store(const CUtensorMap& map, const void* from, int x
                : "memory");
 }
 
+// Copies contiguous bytes from shared to global memory. `bytes` and both addresses are multiples of 16.
+__device__ inline void bulk_store(void* to, const void* from, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)), "r"(bytes) : "memory");
+}
+
 // Commits this thread's stores since the last commit as a group.
 __device__ inline void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 

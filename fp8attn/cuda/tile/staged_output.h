@@ -14,7 +14,7 @@
 namespace fp8attn {
 
 // Output boxes of each warp of a warpgroup, for its 16 rows. A box is being written or being stored. Chunks of 16 bytes
-// have TMA's swizzle.
+// have TMA's swizzle, but for boxes that are stored row by row.
 template <int BOXES>
 struct alignas(1024) OutputBoxes {
   uint8_t bytes[4][BOXES][OUTPUT_ROWS * OUTPUT_BYTES];
@@ -29,8 +29,8 @@ struct Restored {
 };
 
 // Normalises and stores the 16 output rows of a warp. TOGETHER: behind one fence, if all boxes of a tile have a buffer.
-// PACKED: rows from row_end on are the next sequence's. A box with such rows is stored row by row, because TMA only
-// drops what is outside of the tensor.
+// PACKED: rows from row_end on are the next sequence's. A box with such rows is stored row by row, by a lane each,
+// because TMA only drops what is outside of the tensor.
 template <typename Scales, int BOXES, bool TOGETHER = true, bool PACKED = false>
 struct StagedOutput {
   const Params& p;
@@ -77,18 +77,17 @@ struct StagedOutput {
       return false;
   }
 
-  // Stores the rows of a box that are the sequence's, from channel `first` on: a lane stores 16 bytes at a time.
+  // Stores the lane's row of a box from channel `first` on, if it is the sequence's.
   template <typename T>
-  __device__ void store_rows(const uint8_t* box, int first) const {
-    constexpr int chunks = OUTPUT_BYTES / 16, elements = 16 / sizeof(T);
+  __device__ void store_row(const uint8_t* box, int first) const {
+    const int row = first_row + lane, bytes = min(OUTPUT_BYTES, (p.value_dim - first) * int(sizeof(T)));
+    if (lane >= OUTPUT_ROWS || row >= row_end || bytes <= 0) return;
     T* head = static_cast<T*>(p.out) + tile.batch * p.out_strides[0] + tile.head * p.out_strides[1];
-    for (int i = lane; i < OUTPUT_ROWS * chunks; i += 32) {
-      const int row = i / chunks, x = first + i % chunks * elements;
-      if (first_row + row >= row_end || x >= p.value_dim) continue;
-      *reinterpret_cast<uint4*>(head + (first_row + row) * p.out_strides[2] + x) =
-          *reinterpret_cast<const uint4*>(box + row * OUTPUT_BYTES + (i % chunks ^ row % 8) * 16);
-    }
+    ptx::bulk_store(head + row * p.out_strides[2] + first, box + lane * OUTPUT_BYTES, bytes);
   }
+
+  // The swizzle of a row's chunks.
+  __device__ int swizzle(int row) const { return by_rows() ? 0 : row % 8; }
 
   // The output of channels x and x + 1 of the thread's row r.
   __device__ float2 value(float a, float b, int r, int x) const {
@@ -119,7 +118,7 @@ struct StagedOutput {
       for (int j = 0; j < COUNT / 8; ++j)
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const int row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ row % 8;
+          const int row = lane / 4 + 8 * r, chunk = (2 * j + lane % 4 / 2) ^ swizzle(row);
           *reinterpret_cast<float2*>(to + row * OUTPUT_BYTES + chunk * 16 + lane % 2 * 8) = value(s[4 * j + 2 * r], s[4 * j + 2 * r + 1], r, x + 8 * j);
         }
     } else {
@@ -133,7 +132,7 @@ struct StagedOutput {
           const int at = 4 * (j + i / 2) + 2 * (i % 2);
           matrices[i] = pack(value(s[at], s[at + 1], i % 2, x + 8 * (j + i / 2)), T());
         }
-        ptx::stmatrix(row + ((j + lane / 16) ^ lane % 8) * 16, matrices);
+        ptx::stmatrix(row + ((j + lane / 16) ^ swizzle(lane)) * 16, matrices);
       }
     }
   }
@@ -148,9 +147,8 @@ struct StagedOutput {
 #pragma unroll
     for (int first = 0; first * width < COUNT; first += together) {
       const auto box = [&](int i) { return boxes.bytes[threadIdx.x % 128 / 32][(FIRST / width + first + i) % BOXES]; };
-      if (lane == 0) {
-        // rows that are stored one by one are in no group of TMA's, so groups say nothing of their buffers
-        if (together == of_tile || (FIRST == 0 && first == 0 && !evenly) || by_rows())
+      if (PACKED || lane == 0) {  // with rows of their own, all lanes have as many groups, of which some are empty
+        if (together == of_tile || (FIRST == 0 && first == 0 && !evenly))
           ptx::tma_store_wait<0>();
         else
           ptx::tma_store_wait<BOXES - 1>();
@@ -164,20 +162,19 @@ struct StagedOutput {
         else
           write<T, COUNT % width>(box(i), o + at / 2, FIRST + at);  // the last box extends beyond the tensor
       }
-      if constexpr (PACKED) {
-        if (by_rows()) {
-          __syncwarp();
-          for (int i = 0; i < together; ++i) store_rows<T>(box(i), FIRST + (first + i) * width);
-          continue;
-        }
-      }
       ptx::fence_proxy_async();
       __syncwarp();
-      if (lane == 0) {
+      if constexpr (PACKED) {
+        if (by_rows()) {
+#pragma unroll
+          for (int i = 0; i < together; ++i) store_row<T>(box(i), FIRST + (first + i) * width);
+        }
+      }
+      if (lane == 0 && !by_rows()) {
 #pragma unroll
         for (int i = 0; i < together; ++i) ptx::tma_store(p.out_map, box(i), (FIRST + (first + i) * width) * sizeof(T), first_row, tile.head, tile.batch);
-        ptx::tma_store_commit();
       }
+      if (PACKED || lane == 0) ptx::tma_store_commit();
     }
   }
 };

@@ -88,6 +88,12 @@ inline void tma_store(const CUtensorMap& its_map, const void* from, int x, int y
   });
 }
 
+inline void bulk_store(void* to, const void* from, uint32_t count) {
+  if (uintptr_t(to) % 16 != 0 || uintptr_t(from) % 16 != 0 || count % 16 != 0) abort();
+  const int64_t at = static_cast<const uint8_t*>(from) - bytes;
+  cta::current->stores.open.push_back([=] { memcpy(to, seen_by_engines + at, count); });
+}
+
 inline void store_but(int pending) {
   auto& groups = cta::current->stores.committed;
   for (; int(groups.size()) > pending; groups.erase(groups.begin())) {
