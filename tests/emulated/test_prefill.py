@@ -288,7 +288,7 @@ def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: t
     monkeypatch.setattr(run, "_decoded", filled)
     sms, expected = dataclasses.replace(H100, sm_count=3), pages.attend_paged(call)[0]
     by_decode = run.attend_to_pages(call, sms, torch.float32, few)
-    table = varlen.table_of_rows(call, config_of(MIXED).tile_rows, few, device_of(of_batches))
+    table = varlen.table_of_rows(call, prefill.choose(call.q, call.recipe.qk, sms).tile_rows, few, device_of(of_batches))
     by_prefill = run.prefill_from_pages(call, sms, torch.float32, table, tuple(torch.full_like(x, unwritten) for x in by_decode))
     for count, (begin, end) in zip(MIXED.counts, itertools.pairwise(starts), strict=True):
         mine, other = (by_decode, by_prefill) if count <= few else (by_prefill, by_decode)
