@@ -117,7 +117,7 @@ def rows() -> list[Row]:
             "decode",
             "few queries of a KV cache",
             "accumulators by head dim; e4m3 and int8 are multiplied otherwise",
-            hopper_only(decode.E4M3_INSTANCES, decode.INT8_INSTANCES),
+            hopper_only(*decode.GROUPS),
         ),
         Row(
             "decode of other engines' caches",

@@ -98,13 +98,17 @@ def unsupported_decode(call: PagedCall) -> str | None:
     """
     device = device_of(call.q.device)
     reason = decode.unsupported_call(call.q, call.storage, call.batch, call.softmax_scale, device)
-    return reason or build.unavailable(decode.choose(call.storage), device.arch)
+    return reason or build.unavailable(decode.choose(call.storage, call.scoring), device.arch)
 
 
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    return prefill.unsupported_call(call, device) or build.unavailable(prefill.choose(call.q, call.recipe.qk, device), device.arch)
+    return prefill.unsupported_call(call, device) or build.unavailable(_prefill_config(call, device), device.arch)
+
+
+def _prefill_config(call: PagedCall, device: Device) -> prefill.PrefillConfig:
+    return prefill.choose(call.q, call.recipe.qk, device, call.softcap > 0)
 
 
 def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -113,7 +117,7 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
         return cuda_run.prefill_from_pages(call, device, out_dtype)
     few = few_queries(call)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
-    table = triton_kernels.varlen.table_of_rows(call, prefill.choose(call.q, call.recipe.qk, device).tile_rows, few, device)
+    table = triton_kernels.varlen.table_of_rows(call, _prefill_config(call, device).tile_rows, few, device)
     return cuda_run.prefill_from_pages(call, device, out_dtype, table, results)
 
 
@@ -192,9 +196,9 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         if reason is not None:
             reasons.append(reason)
         elif name == "decode":
-            return Attending(name, decode.choose(call.storage), cuda_run.attend_to_pages)
+            return Attending(name, decode.choose(call.storage, call.scoring), cuda_run.attend_to_pages)
         else:
-            return Attending(name, prefill.choose(call.q, call.recipe.qk, device_of(call.q.device)), _prefill)
+            return Attending(name, _prefill_config(call, device_of(call.q.device)), _prefill)
     if backend == "cuda":
         raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
     return reasons

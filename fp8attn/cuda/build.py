@@ -625,8 +625,7 @@ def groups(arch: int) -> tuple[tuple[Config, ...], ...]:
         fused_small.INSTANCES,
         fused_head.INSTANCES,
         quantize.INSTANCES,
-        decode.E4M3_INSTANCES,
-        decode.INT8_INSTANCES,
+        *decode.GROUPS,
         *prefill.GROUPS,
         *decode_tensors.GROUPS,
     )

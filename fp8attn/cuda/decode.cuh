@@ -26,9 +26,8 @@
 namespace fp8attn {
 
 constexpr int DECODE_THREADS = DECODERS + 64;  // and a warp that loads, and one that prefetches
-// ANY: scores have a window, a soft cap or a sink.
-template <DecodeConfig C, bool ANY>
-using TilesOf = DecodeTiles<C.rows, std::conditional_t<ANY, WindowBlocks, TileBlocks>>;
+template <DecodeConfig C>
+using TilesOf = DecodeTiles<C.rows, std::conditional_t<C.any_scores, WindowBlocks, TileBlocks>>;
 
 // The scales of a page. Both are 0 if it isn't there; V's scale is never 0 otherwise. K's is negative if an int8 key is
 // not finite.
@@ -36,7 +35,7 @@ struct PageScales {
   float k, v;
 };
 
-template <DecodeConfig C, bool ANY = false>
+template <DecodeConfig C>
 struct alignas(1024) DecodeStorage {
   static constexpr int block_bytes = KEYS * C.head_dim;  // of K or V
   static_assert(HALF_BLOCK * 2 * C.head_dim == block_bytes);
@@ -48,7 +47,7 @@ struct alignas(1024) DecodeStorage {
   float row_scale[C.rows], mean_score[C.rows];
   int position[C.rows];
   PageScales scales[C.stages];
-  TilesOf<C, ANY> tiles[2];  // the warps' tile, and the next one, by turns
+  TilesOf<C> tiles[2];  // the warps' tile, and the next one, by turns
   BlockShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
   int started;   // whether the grids before have completed
@@ -76,9 +75,9 @@ __device__ void prefetch_tile(const DecodeParams& p, const Tiles& tile) {
 }
 
 // One warp loads the blocks of all tiles of the CTA.
-template <DecodeConfig C, typename T, bool ANY>
-__device__ void load_blocks(const DecodeParams& p, DecodeStorage<C, ANY>& shared, TilesOf<C, ANY> tile) {
-  constexpr int PANEL = KEY_PANEL<C.head_dim>, HALF_BYTES = 2 * C.head_dim, bytes = DecodeStorage<C, ANY>::block_bytes;
+template <DecodeConfig C, typename T>
+__device__ void load_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tile) {
+  constexpr int PANEL = KEY_PANEL<C.head_dim>, HALF_BYTES = 2 * C.head_dim, bytes = DecodeStorage<C>::block_bytes;
   const int lane = threadIdx.x % 32;
   Ring<C.stages> ring;
 #pragma unroll 1
@@ -142,11 +141,11 @@ __device__ void float_scores(const Products<KEYS / WGMMA_ROWS, GROUPS, int32_t>&
 }
 
 // Stores the rows' output and LSE; or, if the CTA has a part of the tile, the partial results. Called by all decoders.
-template <DecodeConfig C, int GROUPS, bool ANY>
-__device__ void store_rows(const DecodeParams& p, DecodeStorage<C, ANY>& shared, const TilesOf<C, ANY>& tile, PagedRows<C.head_dim, GROUPS>& rows, Fragment f) {
+template <DecodeConfig C, int GROUPS>
+__device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, const TilesOf<C>& tile, PagedRows<C.head_dim, GROUPS>& rows, Fragment f) {
   constexpr int DIM = C.head_dim;
   compute_late(f.row), compute_late(f.column);
-  const int place = TilesOf<C, ANY>::place(blockIdx.x, tile.begin == 0), odd = f.row % 2;
+  const int place = TilesOf<C>::place(blockIdx.x, tile.begin == 0), odd = f.row % 2;
   const bool complete = tile.complete();
   shared.exchange.sum(rows.l, f);
 #pragma unroll
@@ -183,14 +182,14 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C, ANY>& shared,
 
 // The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
 // GROUPS: of the queries of a product, the least power of two that holds the call's rows.
-template <DecodeConfig C, typename T, bool ANY, int GROUPS = 1>
-__device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C, ANY>& shared, TilesOf<C, ANY> tiles, BlockShares shares_of_ctas) {
+template <DecodeConfig C, typename T, int GROUPS = 1>
+__device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tiles, BlockShares shares_of_ctas) {
   if constexpr (QUERY_GROUP * GROUPS < C.rows) {
-    if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_blocks<C, T, ANY, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
+    if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
   }
   constexpr int DIM = C.head_dim;
   using Rows = PagedRows<DIM, GROUPS>;
-  const PagedScores<ANY> mod = {p};
+  const PagedScores<C.any_scores> mod = {p};
   Ring<C.stages> ring;
   const auto release = [](uint64_t& barrier) {
     __syncwarp();
@@ -202,7 +201,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
   }
   for (int turn = 0;; turn ^= 1) {
     ptx::warpgroup_sync(1);  // nobody reads the last tile's rows any more
-    const TilesOf<C, ANY>& tile = shared.tiles[turn];
+    const TilesOf<C>& tile = shared.tiles[turn];
     if (!tile.exists()) break;
     Fragment f = Fragment::mine();
     int thread = threadIdx.x;
@@ -219,7 +218,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
     ptx::fence_proxy_async();
     ptx::warpgroup_sync(1);
     if (thread == DECODERS - 1) {
-      TilesOf<C, ANY> next = tile;
+      TilesOf<C> next = tile;
       next.next(p);
       shared.tiles[turn ^ 1] = next;
     }
@@ -245,7 +244,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
         continue;
       }
       Products<KEYS / WGMMA_ROWS, GROUPS> s;
-      const uint64_t keys = ptx::operand_of(first_keys, stage, DecodeStorage<C, ANY>::block_bytes);
+      const uint64_t keys = ptx::operand_of(first_keys, stage, DecodeStorage<C>::block_bytes);
       if constexpr (C.int8) {
         Products<KEYS / WGMMA_ROWS, GROUPS, int32_t> sums;
         multiply_keys<DIM, C.rows, GROUPS, true>(sums, keys, queries);
@@ -258,7 +257,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
       OfQueries<GROUPS> factor, alpha, beta;
       Rows::for_queries([&](int group, int r) { factor[group][r] = score_factor(shared.row_scale[QUERY_GROUP * group + f.column + r] * k_scale, false); });
       const auto softmax = [&]<bool INT8>(std::bool_constant<INT8>) { rows.template softmax_of_page<INT8>(s, factor, hidden, shared.exchange, alpha, beta, f); };
-      if constexpr (ANY) {
+      if constexpr (C.any_scores) {
         if (mod.capped()) Rows::template cap<C.int8>(s, factor, shared.mean_score, p.softcap, f);
         int first_keys_seen[GROUPS][2];
         bool has_edge = false;  // of a window
@@ -274,7 +273,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
         softmax(std::bool_constant<false>());
       ptx::warpgroup_sync(1);
       ptx::mbarrier_wait(&shared.v_full[stage], ring.phase);
-      rows.add_values(ptx::operand_of(first_values, stage, DecodeStorage<C, ANY>::block_bytes), probabilities, alpha, beta, scales.v);
+      rows.add_values(ptx::operand_of(first_values, stage, DecodeStorage<C>::block_bytes), probabilities, alpha, beta, scales.v);
       release(shared.v_empty[stage]);
     }
     if (tile.begin < end_of_pages) rows.restore(shared.v_scale, shared.v_mean, shared.mean_score, mod.capped(), f);
@@ -289,7 +288,7 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
       rows.attend_to_half_block(half_block, first_queries, queries_of, shared.position, mod, shared.exchange, f);
       release(shared.k_empty[stage]), release(shared.v_empty[stage]);
     }
-    if constexpr (ANY) {  // one CTA has the tile's last block
+    if constexpr (C.any_scores) {  // one CTA has the tile's last block
       if (p.sinks != nullptr && tile.end == tile.blocks.size()) {
         OfQueries<GROUPS> sinks;
         Rows::for_queries([&](int group, int r) {
@@ -299,16 +298,16 @@ __device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeSt
         rows.add_sinks(sinks, f);
       }
     }
-    store_rows<C, GROUPS, ANY>(p, shared, tile, rows, f);
+    store_rows<C, GROUPS>(p, shared, tile, rows, f);
     if (!tile.complete()) combine_parts<DIM>(p, shared, tile);
   }
 }
 
 // Brings the CTA's first pages and their statistics into L2 while it waits for the grids before. They may still write
 // lengths and page numbers, so that these may be any; results don't depend on what is prefetched. Called by a warp.
-template <DecodeConfig C, typename T, bool ANY>
-__device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C, ANY>& shared, TilesOf<C, ANY> tile) {
-  constexpr int PAGES = (64 << 10) / (2 * DecodeStorage<C, ANY>::block_bytes);
+template <DecodeConfig C, typename T>
+__device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C>& shared, TilesOf<C> tile) {
+  constexpr int PAGES = (64 << 10) / (2 * DecodeStorage<C>::block_bytes);
   tile.next(p);
   const int lane = threadIdx.x % 32, block = tile.begin + lane, first_page = first_page_of(tile.blocks);
   if (!tile.exists()) return;
@@ -324,13 +323,11 @@ __device__ void prefetch_pages(const DecodeParams& p, const DecodeStorage<C, ANY
 }
 
 // The grid: p.ctas. T: of the queries and of tokens in half precision.
-template <class Instance, typename T, bool ANY>
+template <class Instance, typename T>
 __global__ void __launch_bounds__(DECODE_THREADS, Instance::config.ctas) decode(const __grid_constant__ DecodeParams p) {
   constexpr DecodeConfig C = Instance::config;
-  using Storage = DecodeStorage<C, ANY>;
-  static_assert(sizeof(Storage) == sizeof(DecodeStorage<C>));
   extern __shared__ __align__(1024) uint8_t bytes[];
-  Storage& shared = *reinterpret_cast<Storage*>(bytes);
+  DecodeStorage<C>& shared = *reinterpret_cast<DecodeStorage<C>*>(bytes);
   if (threadIdx.x == 0) {
     shared.started = 0;
     for (int stage = 0; stage < C.stages; ++stage) {
@@ -355,32 +352,25 @@ __global__ void __launch_bounds__(DECODE_THREADS, Instance::config.ctas) decode(
     ptx::launch_dependents();
     if (threadIdx.x == DECODERS) ptx::store_relaxed_cta(&shared.started, 1);
   }
-  const typename TilesOf<C, ANY>::Schedule schedule(p);
-  const TilesOf<C, ANY> tiles(schedule, blockIdx.x);
+  const typename TilesOf<C>::Schedule schedule(p);
+  const TilesOf<C> tiles(schedule, blockIdx.x);
   if (prefetches) {
-    prefetch_pages<C, T, ANY>(p, shared, tiles);
+    prefetch_pages<C, T>(p, shared, tiles);
     ptx::wait_for_grids_before();
     ptx::launch_dependents();
     store_empty_rows(p, C.head_dim);
   } else if (threadIdx.x >= DECODERS) {
-    load_blocks<C, T, ANY>(p, shared, tiles);
+    load_blocks<C, T>(p, shared, tiles);
   } else {
-    attend_to_blocks<C, T, ANY>(p, shared, tiles, schedule.shares);
+    attend_to_blocks<C, T>(p, shared, tiles, schedule.shares);
   }
-}
-
-// The kernel of a call. What most calls don't have would take registers from their loop over pages.
-template <class Instance>
-auto kernel_of(const DecodeParams& p) {
-  const bool any = p.left >= 0 || p.softcap > 0.0f || p.sinks != nullptr;
-  const auto of_type = [&]<typename T>(T) { return any ? decode<Instance, T, true> : decode<Instance, T, false>; };
-  return p.half ? of_type(__half()) : of_type(__nv_bfloat16());
 }
 
 template <class Instance>
 cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(DecodeStorage<Instance::config>);
-  return launch_grid_with_shared_memory(kernel_of<Instance>(p), p, ctas, DECODE_THREADS, bytes, stream);
+  const auto kernel = p.half ? decode<Instance, __half> : decode<Instance, __nv_bfloat16>;
+  return launch_grid_with_shared_memory(kernel, p, ctas, DECODE_THREADS, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -8,6 +8,7 @@ import torch
 
 from ..device import Device
 from ..pages import PAGE, PagedBatch, Storage
+from ..reference import CAUSAL_WINDOW, Scoring
 from .configs import KEYS, round_up
 
 WARP = 32
@@ -57,9 +58,12 @@ class DecodeConfig(DecodeShape):
 
     Attributes:
         int8: Q and K are int8, and are multiplied as int8.
+        any_scores: takes windows, soft caps and sinks. What most calls don't have would take registers from their loop
+            over pages.
     """
 
     int8: bool = False
+    any_scores: bool = False
 
     @property
     def threads(self) -> int:
@@ -92,14 +96,17 @@ TILE_ROWS = 32
 E4M3_INSTANCES = tuple(DecodeConfig(dim, stages, TILE_ROWS, ctas) for dim, stages, ctas in zip(HEAD_DIMS, (6, 3, 3), (2, 2, 1), strict=True))
 """Their stages fill the shared memory of an SM. Two CTAs with D 256 would have one stage each."""
 
-INT8_INSTANCES = tuple(replace(config, int8=True) for config in E4M3_INSTANCES)
+GROUPS = tuple(
+    tuple(replace(config, int8=int8, any_scores=any_scores) for config in E4M3_INSTANCES) for any_scores in (False, True) for int8 in (False, True)
+)
+"""Instances that are compiled together."""
 
-INSTANCES = E4M3_INSTANCES + INT8_INSTANCES
+INSTANCES = tuple(config for group in GROUPS for config in group)
 
 
 def group(config: DecodeConfig) -> tuple[DecodeConfig, ...]:
     """The instances that are compiled together with one."""
-    return INT8_INSTANCES if config.int8 else E4M3_INSTANCES
+    return next(group for group in GROUPS if config in group)
 
 
 def rows_of_head(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
@@ -112,10 +119,11 @@ def row_tiles(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
     return -(-rows_of_head(q, kv_heads, batch) // TILE_ROWS)
 
 
-def choose(storage: Storage) -> DecodeConfig:
+def choose(storage: Storage, how: Scoring) -> DecodeConfig:
     """The instance for a cache that the kernel supports."""
-    wanted = storage.k.shape[3], storage.pages.k.dtype == torch.int8
-    return next(config for config in INSTANCES if (config.head_dim, config.int8) == wanted)
+    any_scores = how.window != CAUSAL_WINDOW or how.softcap > 0 or how.sinks is not None
+    wanted = storage.k.shape[3], storage.pages.k.dtype == torch.int8, any_scores
+    return next(config for config in INSTANCES if (config.head_dim, config.int8, config.any_scores) == wanted)
 
 
 def ctas_of(config: DecodeShape, device: Device) -> int:

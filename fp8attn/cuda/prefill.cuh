@@ -14,8 +14,7 @@
 namespace fp8attn {
 
 // One consumer warpgroup: attention of 64 query rows of every tile. T: of queries and of tokens in half precision.
-// CAPPED: scores have a soft cap.
-template <PrefillConfig C, typename T, bool CAPPED>
+template <PrefillConfig C, typename T>
 __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& shared, int consumer) {
   using S = PrefillShape<C>;
   using PageTile = typename S::PageTile;
@@ -70,7 +69,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
     const PageTile& tile = shared.tiles[round % shared.TILES];
     const PagedRowRange pages_of_rows(params, tile, consumer);
-    PrefillRows<C, CAPPED> rows;
+    PrefillRows<C> rows;
     typename S::Score sums[KEYS / 2];
     float factor[2], alpha[2], beta[2];
     uint32_t probabilities[KEYS / 32][4];
@@ -101,11 +100,11 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       missing = k_scale == MISSING_PAGE, has_nonfinite_key = C.int8 && k_scale < 0.0f && !missing;
 #pragma unroll
       for (int r = 0; r < 2; ++r) factor[r] = fmaxf(scales.row_scale[f.row + 8 * r] * fabsf(k_scale), 1 / LARGEST_FACTOR);
-      if constexpr (!CAPPED) in_range = rows.softmax.in_range(factor);
+      if constexpr (!C.capped) in_range = rows.softmax.in_range(factor);
     };
     const auto scores_to_p = [&](float (&scores)[KEYS / 2], int page) {
       free_keys();
-      if constexpr (CAPPED) {
+      if constexpr (C.capped) {
         const float* mean = shared.mean_score[consumer] + f.row;
 #pragma unroll
         for (float& of_row : factor) of_row = fminf(of_row, LARGEST_FACTOR);
@@ -131,7 +130,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       ptx::wgmma_touch(sums);
       if constexpr (C.int8) {
         float scores[KEYS / 2];
-        float_scores<C, CAPPED>(sums, scores, shared.k[ring.stage], has_nonfinite_key, f);
+        float_scores<C>(sums, scores, shared.k[ring.stage], has_nonfinite_key, f);
         __syncwarp();  // all lanes have read keys
         scores_to_p(scores, page);
       } else {
@@ -211,7 +210,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       ptx::wgmma_wait<0>();
       ptx::wgmma_touch(s);
       free_keys();
-      see_own_page<CAPPED>(params, s, range, block, f);
+      see_own_page<C>(params, s, range, block, f);
       add_half_block<C, T>(rows, s, ptx::uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
       free_values();
     }
@@ -239,7 +238,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 }
 
 // Instance::config is the PrefillConfig; see hopper.cuh.
-template <class Instance, typename T, bool CAPPED>
+template <class Instance, typename T>
 __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) prefill(const __grid_constant__ PrefillParams params) {
   constexpr PrefillConfig C = Instance::config;
   using S = PrefillShape<C>;
@@ -273,21 +272,15 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
     load_tiles<C, T>(params, shared, schedule);
   } else {
     ptx::registers_increase<C.registers>();
-    attend_to_tiles<C, T, CAPPED>(params, shared, warpgroup - 1);
+    attend_to_tiles<C, T>(params, shared, warpgroup - 1);
   }
-}
-
-// The kernel of a call.
-template <class Instance>
-auto kernel_of(const PrefillParams& p) {
-  const auto of_type = [&]<typename T>(T) { return p.call.softcap > 0.0f ? prefill<Instance, T, true> : prefill<Instance, T, false>; };
-  return p.call.half ? of_type(__half()) : of_type(__nv_bfloat16());
 }
 
 template <class Instance>
 cudaError_t launch(const PrefillParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(PrefillStorage<Instance::config>);
-  return launch_grid_with_shared_memory(kernel_of<Instance>(p), p, ctas, PrefillShape<Instance::config>::threads, bytes, stream);
+  const auto kernel = p.call.half ? prefill<Instance, __half> : prefill<Instance, __nv_bfloat16>;
+  return launch_grid_with_shared_memory(kernel, p, ctas, PrefillShape<Instance::config>::threads, bytes, stream);
 }
 
 }  // namespace fp8attn

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import astuple, dataclass, replace
 
 import torch
@@ -44,6 +45,7 @@ class PrefillConfig:
         registers: registers of a consumer's thread.
         int8: Q and K are int8, and are multiplied as int8.
         packed: takes packed queries, and only these.
+        capped: scores have a soft cap.
     """
 
     head_dim: int
@@ -52,6 +54,7 @@ class PrefillConfig:
     registers: int
     int8: bool = False
     packed: bool = False
+    capped: bool = False
 
     @property
     def tile_rows(self) -> int:
@@ -91,7 +94,10 @@ SPEEDS = {
 """Sizes of instances, and the speed of each relative to the fastest one of its head dim: rows in a tile's time (H200).
 Fewer consumers are for calls of few tiles."""
 
-GROUPS = tuple(tuple(replace(config, int8=int8, packed=packed) for config in SPEEDS) for packed in (False, True) for int8 in (False, True))
+GROUPS = tuple(
+    tuple(replace(config, int8=int8, packed=packed, capped=capped) for config in SPEEDS)
+    for capped, packed, int8 in itertools.product((False, True), repeat=3)
+)
 """Instances that are compiled together."""
 
 INSTANCES = tuple(config for group in GROUPS for config in group)
@@ -102,21 +108,22 @@ def group(config: PrefillConfig) -> tuple[PrefillConfig, ...]:
     return next(group for group in GROUPS if config in group)
 
 
-def able(dim: int, qk: ProductType, packed: bool) -> list[PrefillConfig]:
+def able(dim: int, qk: ProductType, packed: bool, capped: bool = False) -> list[PrefillConfig]:
     """The instances for a head dim that the kernel supports."""
-    return [config for config in INSTANCES if (config.head_dim, config.int8, config.packed) == (dim, qk == "int8", packed)]
+    wanted = dim, qk == "int8", packed, capped
+    return [config for config in INSTANCES if (config.head_dim, config.int8, config.packed, config.capped) == wanted]
 
 
-def choose(q: torch.Tensor, qk: ProductType, device: Device) -> PrefillConfig:
+def choose(q: torch.Tensor, qk: ProductType, device: Device, capped: bool = False) -> PrefillConfig:
     """The instance for queries that the kernel supports: the one that is done first, estimated by rows and speed. Tiles
     behind a long prefix take the same time. Packed queries count as those of one row of the batch."""
     batch, heads, length, dim = rows_of(q).shape
 
     def time(config: PrefillConfig) -> float:
         tiles = batch * heads * -(-length // config.tile_rows)
-        return -(-tiles // device.sm_count) * config.tile_rows / SPEEDS[replace(config, int8=False, packed=False)]
+        return -(-tiles // device.sm_count) * config.tile_rows / SPEEDS[replace(config, int8=False, packed=False, capped=False)]
 
-    return min(able(dim, qk, q.dim() == 3), key=time)
+    return min(able(dim, qk, q.dim() == 3, capped), key=time)
 
 
 def left_of(window: Window) -> int:

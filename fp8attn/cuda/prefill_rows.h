@@ -29,25 +29,25 @@ __device__ void issue_page_scores(typename PrefillShape<C>::Score (&s)[KEYS / 2]
   ptx::wgmma_commit();
 }
 
-// int8's scores of a page as PageScores, or, to be CAPPED, as numbers. `k`: the page's keys, which are read if one is
+// int8's scores of a page as PageScores, or, to be capped, as numbers. `k`: the page's keys, which are read if one is
 // not finite.
-template <PrefillConfig C, bool CAPPED>
+template <PrefillConfig C>
 __device__ void float_scores(const typename PrefillShape<C>::Score (&sums)[KEYS / 2], float (&s)[KEYS / 2], const uint8_t* k, bool has_nonfinite_key, Fragment f) {
 #pragma unroll
-  for (int i = 0; i < KEYS / 2; ++i) s[i] = PageScores<C.int8 && !CAPPED, C.head_dim>::of(sums[i]);
+  for (int i = 0; i < KEYS / 2; ++i) s[i] = PageScores<C.int8 && !C.capped, C.head_dim>::of(sums[i]);
   if (!has_nonfinite_key) return;
 #pragma unroll
   for (int i = 0; i < KEYS / 2; ++i)
     if (k[ptx::swizzled<PrefillShape<C>::panel>(i / 4 * 8 + f.column + i % 2, 0)] == INT8_NAN) s[i] = NAN;
 }
 
-// CAPPED: scores are tanh of what they were over the soft cap, and factors are the cap's.
-template <PrefillConfig C, bool CAPPED>
+// Under a soft cap, scores are tanh of what they were over the cap, and factors are the cap's.
+template <PrefillConfig C>
 struct PrefillRows {
   using S = PrefillShape<C>;
   static constexpr int N = S::part / 2;
 
-  PageSoftmax<C.int8 && !CAPPED, C.head_dim> softmax;
+  PageSoftmax<C.int8 && !C.capped, C.head_dim> softmax;
   float o[S::parts][N] = {};  // two-level accumulation: sums of P·V of all blocks
 
   __device__ void rescale(const float (&alpha)[2]) {
@@ -96,7 +96,7 @@ struct PrefillRows {
   // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means.
   __device__ void restore(const TileScales<C.head_dim>& scales, const float (&mean_score)[ROWS], Fragment f) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.end_pages(r, CAPPED ? 0.0f : mean_score[f.row + 8 * r]);
+    for (int r = 0; r < 2; ++r) softmax.end_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);
 #pragma unroll
     for (int part = 0; part < S::parts; ++part)
 #pragma unroll
@@ -146,7 +146,7 @@ __device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>&
 }
 
 // Scores of tokens that a row doesn't see become -inf, the others those in base 2. Tokens that aren't finite have NaN.
-template <bool CAPPED>
+template <PrefillConfig C>
 __device__ void see_own_page(const PrefillParams& params, float (&s)[HALF_BLOCK / 2], const PagedRowRange& range, int block, Fragment f) {
   const Params& p = params.call;
   const int left = params.left;
@@ -160,15 +160,15 @@ __device__ void see_own_page(const PrefillParams& params, float (&s)[HALF_BLOCK 
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& score = s[4 * j + 2 * r + i];
-        const float seen = CAPPED ? cap_score(score * p.score_scale, p.softcap, p.inverse_softcap) : score * p.score_scale;
+        const float seen = C.capped ? cap_score(score * p.score_scale, p.softcap, p.inverse_softcap) : score * p.score_scale;
         score = 8 * j + i >= first && 8 * j + i <= last ? seen : -INFINITE;
       }
   }
 }
 
 // Adds attention to a block in half precision, from its scores.
-template <PrefillConfig C, typename T, bool CAPPED>
-__device__ void add_half_block(PrefillRows<C, CAPPED>& rows, float (&s)[HALF_BLOCK / 2], uint64_t v) {
+template <PrefillConfig C, typename T>
+__device__ void add_half_block(PrefillRows<C>& rows, float (&s)[HALF_BLOCK / 2], uint64_t v) {
   using S = PrefillShape<C>;
   using Product = ptx::WgmmaHalf<T, S::part>;
   float alpha[2], beta[2];
@@ -193,8 +193,8 @@ __device__ void add_half_block(PrefillRows<C, CAPPED>& rows, float (&s)[HALF_BLO
 }
 
 // Normalises and stores the output of rows, and their LSE.
-template <PrefillConfig C, bool CAPPED>
-__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::PageTile& tile, const PagedRowRange& range, int consumer, const PrefillRows<C, CAPPED>& rows, Fragment f) {
+template <PrefillConfig C>
+__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::PageTile& tile, const PagedRowRange& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
   using S = PrefillShape<C>;
   const Params& p = params.call;
   const Restored<C.head_dim> scales;

@@ -380,7 +380,7 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
         BuildError: the kernel can't be compiled here.
     """
     q, storage, batch = call.q, call.storage, call.batch if few is None else replace(call.batch, max_count=few)
-    config = decode.choose(storage)
+    config = decode.choose(storage, call.scoring)
     library = build.load_with(config, decode.group(config), device.arch)
     ctas = decode.ctas_of(config, device)
     numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None, counted_window(call.window)[0]]
@@ -442,7 +442,7 @@ def prefill_from_pages(
         BuildError: the kernel can't be compiled here.
     """
     q, storage, packed = call.q, call.storage, call.batch.cu_seqlens is not None
-    config = prefill.choose(q, call.recipe.qk, device)
+    config = prefill.choose(q, call.recipe.qk, device, call.softcap > 0)
     library = build.load_with(config, prefill.group(config), device.arch)
     tiles = prefill.tiles_of(call, config)
     ctas = min(tiles, device.sm_count)

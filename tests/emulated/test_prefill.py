@@ -174,7 +174,7 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 def config_of(case: Case) -> prefill.PrefillConfig:
     """The instance with so many consumers; 0: with the most."""
-    able = prefill.able(case.dim, case.recipe.qk, case.packed)
+    able = prefill.able(case.dim, case.recipe.qk, case.packed, case.softcap > 0)
     return next(config for config in able if case.consumers in (0, config.consumers))
 
 
@@ -378,7 +378,7 @@ def test_chunks_agree_with_the_whole_and_with_decode(backend: str, device: torch
     cache = dataclasses.replace(whole.storage, k=whole.storage.k.clone(), v=whole.storage.v.clone())
     pages.append(cache, *whole.new, dataclasses.replace(whole.batch, counts=None), case.recipe)
     last = dataclasses.replace(whole, q=whole.q[:, :, -1:], new=None, storage=cache, batch=dataclasses.replace(whole.batch, counts=None))
-    decoder = emulation.decoder(decode.choose(cache)) if backend == "emulated" else None
+    decoder = emulation.decoder(decode.choose(cache, last.scoring)) if backend == "emulated" else None
     with pytest.MonkeyPatch.context() as patch:
         if decoder is not None:
             patch.setattr(build, "load_with", lambda *_: decoder)
@@ -406,7 +406,7 @@ MUTANTS = {
     "missing rescale": ("prefill.cuh", "if (grows) rows.rescale(alpha);", ""),
     "missing rescale in half precision": ("prefill_rows.h", "rows.rescale(alpha);", ""),
     "sums that don't shrink": ("tile/page_softmax.h", "l[r] *= alpha[r];", ""),
-    "K's mean forgotten": ("prefill_rows.h", "softmax.end_pages(r, CAPPED ? 0.0f : mean_score[f.row + 8 * r]);", "softmax.end_pages(r, 0.0f);"),
+    "K's mean forgotten": ("prefill_rows.h", "softmax.end_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);", "softmax.end_pages(r, 0.0f);"),
     "the offset of P kept": ("tile/page_softmax.h", "limit[r] += mean_score - P_OFFSET;", "limit[r] += mean_score;"),
     "V's mean forgotten": ("prefill_rows.h", "of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);", "of[1] = of[1] * scale.y;"),
     "scales of another channel": ("prefill_rows.h", "part * S::part + 8 * j + f.column;", "part * S::part + 8 * j;"),
@@ -422,8 +422,8 @@ MUTANTS = {
     "no window in the own page": ("prefill_rows.h", "max(position / KEYS * KEYS, position - left) - before", "position / KEYS * KEYS - before"),
     "a soft cap without K's mean": ("prefill.cuh", "{mean[0] / LOG2E, mean[8] / LOG2E}", "{0.0f, 0.0f}"),
     "a soft cap with another row's mean": ("prefill.cuh", "mean[8] / LOG2E}", "mean[0] / LOG2E}"),
-    "K's mean twice under a soft cap": ("prefill_rows.h", "CAPPED ? 0.0f : mean_score[f.row", "mean_score[f.row"),
-    "a soft cap of pages only": ("prefill_rows.h", "CAPPED ? cap_score(", "false ? cap_score("),
+    "K's mean twice under a soft cap": ("prefill_rows.h", "C.capped ? 0.0f : mean_score[f.row", "mean_score[f.row"),
+    "a soft cap of pages only": ("prefill_rows.h", "C.capped ? cap_score(", "false ? cap_score("),
     "windows of the first row": ("tile/paged_tiles.h", "edge = min((first_key_of(p, last)", "edge = min((first_key_of(p, tile.position(first_row))"),
     "a page of the window left out": (
         "tile/paged_tiles.h",
@@ -533,10 +533,10 @@ PACKED_CASE = Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, beh
 def test_mutant_is_seen(name: str) -> None:
     cases = [(dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)] if name in INT8_MUTANTS else MUTANT_CASES
     cases = [PACKED_CASE] if name in PACKED_MUTANTS else cases
-    library = emulation.prefiller(config_of(cases[0][0]), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS)[name])
 
     def check_all() -> None:
         for case, sms in cases:
+            library = emulation.prefiller(config_of(case), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS)[name])
             check(library, case, torch.device("cpu"), sms)
 
     with pytest.raises(AssertionError):

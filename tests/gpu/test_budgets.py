@@ -157,22 +157,13 @@ def test_general_quantizer(nvcc: str, tmp_path: Path, arch: int, config: General
         assert registers * threads * config.ctas <= REGISTER_FILE, entry
 
 
-STACK_OF_DECODE = (8, 24)
-"""Bytes of a thread's stack: it keeps what a tile needs beside its blocks. Without and with windows, soft caps and sinks."""
+STACK_OF_DECODE = {False: 8, True: 24}
+"""Bytes of a thread's stack, without and with windows, soft caps and sinks: it keeps what a tile needs beside its blocks."""
 
 
 @pytest.mark.parametrize("config", one_of(1, decode.INSTANCES))
 def test_decode(nvcc: str, tmp_path: Path, config: DecodeConfig) -> None:
-    plain, others = of_variants(entries_of(compiled(nvcc, config, 90, tmp_path), 2))
-    check_decode(plain, config, STACK_OF_DECODE[0])
-    check_decode(others, config, STACK_OF_DECODE[1])
-
-
-def of_variants(entries: list[str]) -> tuple[list[str], list[str]]:
-    """What ptxas says of the kernels whose last template argument is false, and of the others."""
-    plain, others = ([entry for entry in entries if f"Lb{last}EEEvN" in entry.split("'")[1]] for last in (0, 1))
-    assert len(plain) == len(others) == 2
-    return plain, others
+    check_decode(compiled(nvcc, config, 90, tmp_path), config, STACK_OF_DECODE[config.any_scores])
 
 
 MOST_STACK_OF_TENSORS = 56
@@ -181,12 +172,12 @@ MOST_STACK_OF_TENSORS = 56
 
 @pytest.mark.parametrize("config", one_of(1, decode_tensors.INSTANCES))
 def test_decode_of_tensors(nvcc: str, tmp_path: Path, config: DecodeTensorsConfig) -> None:
-    check_decode(entries_of(compiled(nvcc, config, 90, tmp_path)), config, MOST_STACK_OF_TENSORS)
+    check_decode(compiled(nvcc, config, 90, tmp_path), config, MOST_STACK_OF_TENSORS)
 
 
-def check_decode(entries: list[str], config: DecodeConfig | DecodeTensorsConfig, most_stack: int) -> None:
+def check_decode(report: str, config: DecodeConfig | DecodeTensorsConfig, most_stack: int) -> None:
     """Registers and shared memory for as many CTAs on each SM as a config says."""
-    for entry in entries:
+    for entry in entries_of(report):
         registers, stack = numbers(entry)
         assert stack <= most_stack, entry
         warps = -(-config.ctas * config.threads // (4 * 32))  # of a quarter of an SM, which has a quarter of the registers
@@ -194,22 +185,18 @@ def check_decode(entries: list[str], config: DecodeConfig | DecodeTensorsConfig,
     assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED
 
 
-STACK_OF_PREFILL = {128: ((16, 32), (40, 80)), 256: ((16, 16), (24, 16))}
-"""Bytes of a thread's stack of instances with as many consumers as registers allow, by head dim: in e4m3 and int8, then the same under a soft cap.
+STACK_OF_PREFILL = {(128, False): (16, 32), (128, True): (40, 80), (256, False): (16, 16), (256, True): (24, 16)}
+"""Bytes of a thread's stack of instances with as many consumers as registers allow, by head dim and whether there is a soft cap: in e4m3 and int8.
 Others have none."""
 
 
-@pytest.mark.parametrize("config", one_of(1, prefill.INSTANCES))
+@pytest.mark.parametrize("config", one_of(2, prefill.INSTANCES))
 def test_prefill(nvcc: str, tmp_path: Path, config: PrefillConfig) -> None:
     """Shared memory and stack; no wgmma made synchronous, in e4m3 or half precision."""
-    variants = of_variants(entries_of(compiled(nvcc, config, 90, tmp_path), 2))
-    most_consumers = config == next(
-        c for c in prefill.INSTANCES if c.head_dim == config.head_dim and (c.int8, c.packed) == (config.int8, config.packed)
-    )
-    stacks = STACK_OF_PREFILL[config.head_dim] if most_consumers and config.head_dim in STACK_OF_PREFILL else ((0, 0), (0, 0))
-    for entries, stack in zip(variants, stacks, strict=True):
-        for entry in entries:
-            assert numbers(entry)[1] <= stack[config.int8], entry
+    most_consumers = max(c.consumers for c in prefill.INSTANCES if c.head_dim == config.head_dim)
+    stacks = STACK_OF_PREFILL.get((config.head_dim, config.capped), (0, 0)) if config.consumers == most_consumers else (0, 0)
+    for entry in entries_of(compiled(nvcc, config, 90, tmp_path)):
+        assert numbers(entry)[1] <= stacks[config.int8], entry
     assert config.shared_bytes <= SHARED_MEMORY[90] and config.consumers * config.registers + 24 <= REGISTER_FILE // 128
 
 

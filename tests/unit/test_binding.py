@@ -29,6 +29,7 @@ from fp8attn.device import ARCHITECTURES
 from fp8attn.pages import PagedCall, Stage, Storage
 from fp8attn.prepare import call_of
 from fp8attn.recipe import Packed
+from fp8attn.reference import Scoring
 from fp8attn.schedule import TILE_PITCH
 from strategies import Case, cases
 
@@ -230,7 +231,7 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
             out, lse = run.attend_to_pages(PagedCall(q, cache.storage, None, batch, fp8attn.Recipe(), 0.1), H100, torch.float32)
         assert out.shape == q.shape and out.is_contiguous() and lse.shape == ((8, 5) if packed else (3, 8, 2))
         buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-        assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage), H100)
+        assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode.choose(cache.storage, Scoring(0.1)), H100)
         expected = bytes(emulation.decode_params(*told.arguments[1:]))
         assert buffer.raw[: len(expected)] == expected
 
@@ -471,7 +472,7 @@ def test_a_plan_repeats_decode(recorder: Recorder, with_sequences: bool) -> None
     given = operands()
     outputs = recorder.operators.repeat.default(number, given)
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[7:])), H100)
+    assert recorder.library.recorded_decode(buffer) == decode.ctas_of(decode.choose(Storage.of(given[7:]), Scoring(0.1)), H100)
     found = emulation.DecodeParams.from_buffer_copy(buffer)
     ctas, of_call, scale, softcap = numbers[:4]
     scratch = [torch.empty(2 * ctas, 8, width) for width in (128, 2)]

@@ -34,7 +34,7 @@ __device__ void compute_late(T& x) {
   asm volatile("" : "+r"(x));
 }
 
-// What is done to scores but causality: nothing, or, with ANY, a window, a soft cap and a sink may be given.
+// What is done to scores but causality. ANY: a window, a soft cap and a sink may be given; else there are none.
 template <bool ANY>
 struct PagedScores {
   const DecodeParams& p;

@@ -9,6 +9,7 @@ extern "C" bool decode(const void* params, int bytes) {
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
   constexpr long patience = 20000;
+  auto* kernel = p.half ? fp8attn::decode<Instance, __half> : fp8attn::decode<Instance, __nv_bfloat16>;
   // the last CTA to store its part of a tile is then the one that has the tile's first keys
-  return cta::run<true>(kernel_of<Instance>(p), p, p.ctas, DECODE_THREADS, 1, patience);
+  return cta::run<true>(kernel, p, p.ctas, DECODE_THREADS, 1, patience);
 }

@@ -10,5 +10,5 @@ extern "C" bool prefill(const void* params, int bytes, int ctas) {
   memcpy(&p, params, bytes);
   constexpr long patience = 20000;
   cta::may_hold_large_numbers = false;
-  return cta::run(kernel_of<Instance>(p), p, ctas, PrefillShape<Instance::config>::threads, 1, patience);
+  return cta::run(p.call.half ? fp8attn::prefill<Instance, __half> : fp8attn::prefill<Instance, __nv_bfloat16>, p, ctas, PrefillShape<Instance::config>::threads, 1, patience);
 }
