@@ -102,7 +102,7 @@ def rows() -> list[Row]:
         Row(
             "Hopper, packed",
             "`varlen_sdpa` with scales of K per block: " + ", ".join(dict.fromkeys(scores for scores, *_ in VARLEN_GROUPS)),
-            "tiles come from a table, with lengths of their own; the last rows of a sequence are stored one by one",
+            "tiles come from a table, with lengths of their own; lanes copy the last rows of a sequence",
             hopper_only(*VARLEN_GROUPS.values()),
         ),
         Row("fused small", "bf16 or fp16, default recipe, few keys, few heads", "one launch does all", hopper_only(fused_small.INSTANCES)),
@@ -116,7 +116,7 @@ def rows() -> list[Row]:
         Row(
             "decode",
             "few queries of a KV cache",
-            "accumulators by head dim; e4m3 and int8 are multiplied otherwise",
+            "accumulators by head dim; e4m3 and int8 are multiplied otherwise; windows, soft caps and sinks take registers in the loop over pages",
             hopper_only(*decode.GROUPS),
         ),
         Row(
@@ -129,7 +129,8 @@ def rows() -> list[Row]:
             "prefill",
             "many queries of a KV cache",
             "accumulators by head dim; blocks in half precision among pages in the ring; e4m3 and int8 are multiplied otherwise; "
-            "packed queries have tiles from a table, and last rows that are stored one by one",
+            "packed queries have tiles from a table, and last rows that lanes copy; "
+            "a soft cap takes a tanh for each score; few tiles take fewer consumers",
             hopper_only(*prefill.GROUPS),
         ),
         Row(
@@ -164,7 +165,7 @@ FIELDS: dict[type, dict[str, str]] = {
         "added": "a branch per block, and a ring in shared memory",
         "window": "compares before a row's first key",
         "softcap": "codes from distances",
-        "varlen": "lengths come from shared memory; rows that are stored one by one; no shared tiles",
+        "varlen": "lengths come from shared memory; rows that lanes copy; no shared tiles",
     },
     PortableConfig: {
         "head_dim": "accumulators are registers",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import astuple, dataclass, replace
 
@@ -108,22 +109,25 @@ def group(config: PrefillConfig) -> tuple[PrefillConfig, ...]:
     return next(group for group in GROUPS if config in group)
 
 
-def able(dim: int, qk: ProductType, packed: bool, capped: bool = False) -> list[PrefillConfig]:
-    """The instances for a head dim that the kernel supports."""
-    wanted = dim, qk == "int8", packed, capped
-    return [config for config in INSTANCES if (config.head_dim, config.int8, config.packed, config.capped) == wanted]
+@functools.cache
+def able(dim: int, qk: ProductType, packed: bool, capped: bool = False) -> dict[PrefillConfig, float]:
+    """The instances for a head dim that the kernel supports, and their speeds."""
+    variant = dict(int8=qk == "int8", packed=packed, capped=capped)
+    return {replace(config, **variant): speed for config, speed in SPEEDS.items() if config.head_dim == dim}
 
 
 def choose(q: torch.Tensor, qk: ProductType, device: Device, capped: bool = False) -> PrefillConfig:
     """The instance for queries that the kernel supports: the one that is done first, estimated by rows and speed. Tiles
     behind a long prefix take the same time. Packed queries count as those of one row of the batch."""
-    batch, heads, length, dim = rows_of(q).shape
+    packed = q.dim() == 3
+    batch, heads, length, dim = (1, q.shape[1], q.shape[0], q.shape[2]) if packed else q.shape
 
-    def time(config: PrefillConfig) -> float:
+    def time(measured: tuple[PrefillConfig, float]) -> float:
+        config, speed = measured
         tiles = batch * heads * -(-length // config.tile_rows)
-        return -(-tiles // device.sm_count) * config.tile_rows / SPEEDS[replace(config, int8=False, packed=False, capped=False)]
+        return -(-tiles // device.sm_count) * config.tile_rows / speed
 
-    return min(able(dim, qk, q.dim() == 3, capped), key=time)
+    return min(able(dim, qk, packed, capped).items(), key=time)[0]
 
 
 def left_of(window: Window) -> int:
