@@ -50,7 +50,7 @@ def first_tile(begin, sequence, rows, sharing, units):
 
     A tile has `units` units of `rows` tokens of `sharing` heads, which follow one another.
     """
-    return (begin // rows + sequence) * sharing // units + (sequence if units > 1 else 0)
+    return (begin // rows + sequence) * sharing // units + sequence * (units > 1)
 
 
 def tiles_of(packed: Packed, rows: int, sharing: int, units: int) -> int:

@@ -17,7 +17,7 @@ from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import Device, device_of
 from .ops import current, has_kernels, library_ops, register
-from .pages import PagedBatch, PagedCall, Stage, Storage, empty_answer
+from .pages import PAGE, PagedBatch, PagedCall, Stage, Storage, empty_answer
 from .pages import append as append_to
 from .recipe import Recipe, Rotation
 from .reference import CAUSAL_WINDOW
@@ -104,11 +104,7 @@ def unsupported_decode(call: PagedCall) -> str | None:
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    return prefill.unsupported_call(call, device) or build.unavailable(_prefill_config(call, device), device.arch)
-
-
-def _prefill_config(call: PagedCall, device: Device) -> prefill.PrefillConfig:
-    return prefill.choose(call.q, call.recipe.qk, device, call.softcap > 0)
+    return prefill.unsupported_call(call, device) or build.unavailable(prefill.config_of(call, device), device.arch)
 
 
 def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -117,7 +113,7 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
         return cuda_run.prefill_from_pages(call, device, out_dtype)
     few = few_queries(call)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
-    table = triton_kernels.varlen.table_of_rows(call, _prefill_config(call, device).tile_rows, few, device)
+    table = triton_kernels.varlen.table_of_rows(call, prefill.tile_of(call, prefill.config_of(call, device)), few, device)
     return cuda_run.prefill_from_pages(call, device, out_dtype, table, results)
 
 
@@ -131,20 +127,25 @@ def few_queries(call: PagedCall) -> int:
     return 0 if all_have_most or unsupported_decode(replace(call, batch=replace(call.batch, max_count=few))) else few
 
 
+SLOWER = "the {} kernel is slower than Triton's in a call like this"
+
+
 def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_scale: float) -> prefill.PrefillConfig | str:
     """The instance of the CUDA kernel for many queries that attends to a cache of new tokens, or why Triton's does.
 
     Raises:
         BackendUnavailable: the CUDA kernel is required and doesn't support them.
     """
+    assert tokens.new is not None
     device = device_of(tokens.q.device)
     if backend == "triton":
         return "backend is triton"
-    if backend == "auto" and not prefill.is_faster(tokens.q.shape[2]):
-        return f"there are {tokens.q.shape[2]} queries; the CUDA kernel is taken from {prefill.LEAST_QUERIES} on"
+    counts, pages_of_row = prefill.QueryCounts.of_tokens(tokens), max(tokens.new[0].shape[2] // PAGE, 1)
+    if backend == "auto" and not prefill.is_faster(counts, counts.rows * counts.kv_heads * pages_of_row, device):
+        return SLOWER.format("prefill")
     reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
     if reason is None:
-        config = prefill.choose(tokens.q, recipe.qk, device)
+        config = prefill.choose(counts, tokens.q.shape[3], recipe.qk, device)
         reason = build.unavailable(config, device.arch)
         if reason is None:
             return config
@@ -185,20 +186,21 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
     reasons: list[str] = []
+    device, pages = device_of(call.q.device), call.batch.page_table.numel() * call.storage.k.shape[1]
     kernels = (
         ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), unsupported_decode),
-        ("prefill", True, prefill.is_faster(call.batch.most_queries(call.q)), unsupported_prefill),
+        ("prefill", True, prefill.is_faster(prefill.QueryCounts.of(call), pages, device), unsupported_prefill),
     )
-    for name, may_run, is_faster, unsupported in kernels:
+    for name, may_run, is_faster, unsupported in sorted(kernels, key=lambda kernel: not kernel[2]):
         if not may_run:
             continue
-        reason = unsupported(call) if backend == "cuda" or is_faster else f"the {name} kernel is slower than Triton's in a call like this"
+        reason = unsupported(call) if backend == "cuda" or is_faster else SLOWER.format(name)
         if reason is not None:
             reasons.append(reason)
         elif name == "decode":
             return Attending(name, decode.choose(call.storage, call.scoring), cuda_run.attend_to_pages)
         else:
-            return Attending(name, _prefill_config(call, device_of(call.q.device)), _prefill)
+            return Attending(name, prefill.config_of(call, device), _prefill)
     if backend == "cuda":
         raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
     return reasons

@@ -524,15 +524,16 @@ void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& nu
   launch(launcher, p, ctas, q.get_device());
 }
 
-// Attends to a KV cache with many queries. `numbers`: heads_in_l2, how many keys before its own one a query
-// sees, and how many packed queries a row may have. Packed tensors are (1, H, T, D). `tokens`: queries; keys and values
-// of their tokens, or none; sinks, or none. `storage`, `batch`: those of `decode`, but for cu_seqlens the table of
-// tiles of packed queries. `results`: the output, its LSE, and a counter of tiles, 0 at launch, or none.
+// Attends to a KV cache with many queries. `numbers`: heads_in_l2, how many keys before its own one a query sees, how
+// many packed queries a row may have, and log2 of the rows of a tile's unit. Packed tensors are (1, H, T, D). `tokens`:
+// queries; keys and values of their tokens, or none; sinks, or none. `storage`, `batch`: those of `decode`, but for
+// cu_seqlens the table of tiles of packed queries. `results`: the output, its LSE, and a counter of tiles, 0 at launch,
+// or none.
 void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Operands& tokens, const std::vector<Tensor>& storage,
              const Operands& batch, const Operands& results) {
-  STD_TORCH_CHECK(numbers.size() == 3 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 5 && batch[0] &&
+  STD_TORCH_CHECK(numbers.size() == 4 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 5 && batch[0] &&
                       batch[1] && results.size() == 3 && results[0] && results[1],
-                  "prefill takes 3 numbers, 4 tensors of tokens, 10 of a cache, 5 of a batch and 3 results");
+                  "prefill takes 4 numbers, 4 tensors of tokens, 10 of a cache, 5 of a batch and 3 results");
   const Tensor &q = *tokens[0], &k = storage[0], &v = storage[2], &recent_k = storage[7], &out = *results[0];
   fp8attn::PrefillParams p = {};
   p.call = params_of(q, k, v, out, results[1], softmax_scale, 0);
@@ -540,7 +541,7 @@ void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t dim = q.size(3), keys = k.size(2), panel = std::min<int64_t>(dim, 128);
-  encode_rows(p.call.q_map, q, keys / 2, 128);
+  encode_rows(p.call.q_map, q, int64_t(1) << numbers[3], 128);
   encode_matrix(p.call.k_map, k, keys, panel);
   encode_matrix(p.call.v_map, v, dim, keys);
   encode_rows(p.call.out_map, out, fp8attn::OUTPUT_ROWS, fp8attn::OUTPUT_BYTES);
@@ -548,7 +549,7 @@ void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax
   p.call.lse_mean = storage[4].const_data_ptr<float>(), p.call.v_mean = storage[5].const_data_ptr<float>(), p.call.v_scale = storage[6].const_data_ptr<float>();
   copy_strides(p.call.v_scale_strides, storage[6]);
   p.call.counter = results[2] ? results[2]->mutable_data_ptr<int>() : nullptr;
-  p.call.heads_in_l2 = numbers[0], p.left = numbers[1], p.most = numbers[2];
+  p.call.heads_in_l2 = numbers[0], p.left = numbers[1], p.most = numbers[2], p.unit_log = numbers[3];
   p.call.tile_table = address_of<int>(batch[4]);
   p.call.softcap = softcap, p.call.inverse_softcap = 1.0 / softcap, p.call.sinks = address_of<float>(tokens[3]);
   p.recent_k = recent_k.const_data_ptr(), p.recent_v = storage[8].const_data_ptr();

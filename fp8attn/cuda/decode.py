@@ -21,10 +21,7 @@ MOST_ROW_TILES = 3
 Triton's kernel is expected to be no slower."""
 
 FEW_ROWS = 2 * GROUP
-"""Rows of a key/value head with which Triton's kernel is slower, whatever the pages."""
-
-MOST_PAGES = 264
-"""Pages of all heads: two for each SM of an H100."""
+"""Rows of a key/value head with which other kernels are slower."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -142,10 +139,8 @@ def few_queries(q: torch.Tensor, kv_heads: int) -> int:
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
-    """Whether Triton's kernel is slower, as measured (`python -m bench decode`): where each SM has two pages at most,
-    and with few rows."""
-    pages = batch.page_table.numel() * storage.k.shape[1]
-    return pages <= MOST_PAGES or rows_of_head(q, storage.k.shape[1], batch) <= FEW_ROWS
+    """Whether other kernels are slower, as measured (`python -m bench decode`): with few rows."""
+    return rows_of_head(q, storage.k.shape[1], batch) <= FEW_ROWS
 
 
 def unsupported_rows(name: str, x: torch.Tensor) -> str | None:

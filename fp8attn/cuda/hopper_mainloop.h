@@ -90,7 +90,7 @@ __device__ void store_tile(const Params& p, const WarpgroupTile& wg_tile, RowEnd
   constexpr int CHANNELS = Scales::channels;
 #pragma unroll
   for (int r = 0; r < 2; ++r) rows.l[r] = row_sum(o, o_second, r);
-  StagedOutput<Scales, BOXES, Shape<C>::stores_together, C.varlen> output(p, wg_tile.tile, wg_tile.first_row(), row_end, scales, boxes, rows.l);
+  StagedOutput<Scales, BOXES, Shape<C>::stores_together, C.varlen> output(p, wg_tile.tile, wg_tile.first_row() + threadIdx.x % 128 / 32 * OUTPUT_ROWS, row_end, scales, boxes, rows.l);
   if (p.sinks != nullptr) {
     const float logit = *sink;
     output.set_weight(0, SinkRow::add<>(rows.m[0], rows.l[0], logit - rows.mean_scores.x).weight);

@@ -256,7 +256,7 @@ struct DecodeParams {
 };
 
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and
-// new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of 64 rows x 128 bytes), of the pages as
+// new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of a unit of rows x 128 bytes), of the pages as
 // DecodeParams has them, and of the output; q, k_scale (P, Hkv), v_scale, v_mean and lse_mean, which is K's mean, (N,
 // Hkv, D); the soft cap and sinks; the results, the counter, the table of tiles of packed queries, and numbers.
 struct PrefillParams {
@@ -271,6 +271,7 @@ struct PrefillParams {
   int table_width, every_page, every_sequence;
   int left;  // a query at position i attends to no key before i - left
   int most;  // packed queries that a row may have
+  int unit_log;  // log2 of the rows of a unit of a tile: 4 to 6
 };
 
 // What a launch of the append kernel does. `few`: all of a call; the others follow each other.

@@ -33,13 +33,16 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     ptx::cp_async_commit();
   };
   const auto find_row_ends = [&](const PageTile& tile) {
-    const PagedRowRange range(params, tile, consumer);
+    const typename S::Range range(params, tile, consumer);
     if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
   };
   using HalfQueries = Queries<C.head_dim, C.int8>;
   const auto load_queries = [&](HalfQueries& queries, const PageTile& tile) {
-    const uint16_t* head = reinterpret_cast<const uint16_t*>(p.q) + tensor_batch(tile) * p.q_strides[0] + tile.head * p.q_strides[1] + tensor_row(tile) * p.q_strides[2];
-    queries.load(head, p.q_strides[2], tile.first_row + consumer * ROWS, tile.exists() ? tile.count : 0);
+    const typename S::Range range(params, tile, consumer);
+    const uint16_t* const first = reinterpret_cast<const uint16_t*>(p.q) + tensor_batch(tile) * p.q_strides[0] + tensor_row(tile) * p.q_strides[2];
+    // Rows that are no tokens repeat the last one: the scores of zeros would take the softmax's branch for rows whose
+    // scores are all negative.
+    queries.load(tile.exists() && tile.count > 0, [&](int row) { return first + min(range.head_of(row), tile.heads_end - 1) * p.q_strides[1] + min(range.query(row), tile.count - 1) * p.q_strides[2]; });
   };
   const auto quantize_queries = [&](HalfQueries& queries, const PageTile& tile) {
     if (!tile.exists()) return;
@@ -54,8 +57,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
   };
   // Panels `from` ... `to` - 1 of the tile's queries as they came.
   const auto load_half_queries = [&](const PageTile& tile, int from, int to) {
-    for (int panel = from; panel < to; ++panel)
-      ptx::tma_load(shared.half_queries(consumer, panel), p.q_map, &shared.half_queries_full[consumer], panel * HALF_ROW, tensor_row(tile) + tile.first_row + consumer * ROWS, tile.head, tensor_batch(tile));
+    for_units(params, tile, consumer, [&](int unit, int head, int row) {
+      for (int panel = from; panel < to; ++panel)
+        ptx::tma_load(shared.half_queries(consumer, panel) + (unit << params.unit_log) * HALF_ROW, p.q_map, &shared.half_queries_full[consumer], panel * HALF_ROW, tensor_row(tile) + row, head, tensor_batch(tile));
+    });
   };
   constexpr int early_panels = sizeof(shared.output[0]) / (ROWS * HALF_ROW);
   static_assert(early_panels <= S::half_panels);
@@ -68,7 +73,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 
   for (int round = 0; shared.tiles[round % shared.TILES].exists(); ++round) {
     const PageTile& tile = shared.tiles[round % shared.TILES];
-    const PagedRowRange pages_of_rows(params, tile, consumer);
+    const typename S::Range pages_of_rows(params, tile, consumer);
     PrefillRows<C> rows;
     typename S::Score sums[KEYS / 2];
     float factor[2], alpha[2], beta[2];
@@ -116,7 +121,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
         for (float& score : scores) score = missing ? NAN : score;
         hide(scores, scales.row_end, page * KEYS, f);
         const auto begin = [&](int row) {
-          const int position = tile.position(pages_of_rows.first_row + row), first = first_key_of(params, position);
+          const int position = pages_of_rows.position(row), first = first_key_of(params, position);
           return page < params.table_width || first >= position / KEYS * KEYS ? first : 0;  // the page behind the table is all that aren't there
         };
         if (page < pages_of_rows.edge) hide_before(scores, begin, page * KEYS, f);
@@ -194,7 +199,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       if (leads) load_half_queries(tile, early_panels, S::half_panels);
     }
     // read again, rather than kept in registers through the loop over pages
-    const PagedRowRange range(params, tile, consumer);
+    const typename S::Range range(params, tile, consumer);
     if (range.seen > 0) rows.restore(scales, shared.mean_score[consumer], f);
     ptx::mbarrier_wait(&shared.half_queries_full[consumer], round & 1);
     for (int i = 0; i < tile.halves; ++i, ring.advance()) {
@@ -218,7 +223,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float& l = rows.softmax.l[r];
-      if (!tile.is_token(range.first_row + f.row + 8 * r))
+      if (!range.is_token(f.row + 8 * r))
         l = 0.0f;
       else if (nonfinite[r] || !tile.has_sequence)
         l = NAN;
@@ -230,7 +235,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     ptx::warpgroup_sync(1 + consumer);  // nobody reads scales, and queries in any form, any more
     find_row_ends(next_tile);
     load_channels(next_tile);
-    store_rows<C>(params, shared, tile, range, consumer, rows, f);
+    store_rows<C>(params, shared, range, consumer, rows, f);
     if constexpr (S::parts > 1) load_queries(queries, next_tile);
     quantize_queries(queries, next_tile);
   }
@@ -244,7 +249,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
   using S = PrefillShape<C>;
   extern __shared__ __align__(1024) uint8_t bytes[];
   PrefillStorage<C>& shared = *reinterpret_cast<PrefillStorage<C>*>(bytes);
-  const typename S::Schedule schedule(params, S::tile_rows);
+  const typename S::Schedule schedule(params);
   const int warpgroup = ptx::uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     for (int c = 0; c < C.consumers; ++c) {
@@ -268,10 +273,10 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
   if (warpgroup == 0) {
-    ptx::registers_decrease<S::producer_registers>();
+    if constexpr (S::moves_registers) ptx::registers_decrease<S::producer_registers>();
     load_tiles<C, T>(params, shared, schedule);
   } else {
-    ptx::registers_increase<C.registers>();
+    if constexpr (S::moves_registers) ptx::registers_increase<C.registers>();
     attend_to_tiles<C, T>(params, shared, warpgroup - 1);
   }
 }

@@ -10,7 +10,7 @@ import torch
 
 from ..call import unsupported_tma
 from ..device import Device
-from ..layout import units_of
+from ..layout import tiles_of as packed_tiles
 from ..pages import PAGE, PagedCall
 from ..recipe import ProductType, Recipe
 from ..reference import Window
@@ -22,8 +22,12 @@ from .decode import DTYPES, unsupported_rows
 ROTATED = 64
 """Channels that the kernel rotates together."""
 
-LEAST_QUERIES = 128
-"""`auto` takes the kernel from so many queries on. All rows of a tile are queries of one head."""
+LEAST_FILL = 5
+"""`auto` takes the kernel if every so many SMs have a tile. With fewer tiles, Triton's kernel is expected to be faster,
+for it splits keys; unless there are few."""
+
+MOST_PAGES = 264
+"""Few keys: pages of all heads, two for each SM of an H100."""
 
 UNLIMITED = 1 << 30
 """Keys before its own one that a query sees without a window."""
@@ -31,8 +35,8 @@ UNLIMITED = 1 << 30
 HALF_BLOCK = KEYS // 2
 """Tokens of a block in half precision, which has a page's bytes."""
 
-TILE_BYTES = {False: 48, True: 72}
-"""sizeof(PagedTile) and sizeof(PackedPagedTile)."""
+UNITS = (16, 32, ROWS)
+"""Rows of a unit of a tile, which are queries of one head: as many as a warp has at least, and a warpgroup at most."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,7 @@ class PrefillConfig:
 
     @property
     def tile_rows(self) -> int:
-        """Query rows of a tile."""
+        """Query rows of a tile, of one head or of several that share keys."""
         return self.consumers * ROWS
 
     @property
@@ -77,7 +81,8 @@ class PrefillConfig:
         """sizeof(PrefillStorage), in bytes."""
         tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
-        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * TILE_BYTES[self.packed] + 16 * self.stages
+        tile = 52 + 8 * self.consumers + (8 if self.packed else 0)  # sizeof(PackedPagedTile) or sizeof(PagedTile)
+        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * tile + 16 * self.stages
         return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 5 * self.stages), 1024)
 
     @property
@@ -88,16 +93,19 @@ class PrefillConfig:
 SPEEDS = {
     PrefillConfig(64, 3, 4, 160): 1.0,
     PrefillConfig(64, 2, 6, 232): 0.82,
+    PrefillConfig(64, 1, 8, 255): 0.48,
     PrefillConfig(128, 3, 4, 160): 1.0,
     PrefillConfig(128, 2, 5, 232): 0.82,
+    PrefillConfig(128, 1, 5, 255): 0.5,
     PrefillConfig(256, 2, 2, 240): 1.0,
+    PrefillConfig(256, 1, 2, 255): 0.65,
 }
 """Sizes of instances, and the speed of each relative to the fastest one of its head dim: rows in a tile's time (H200).
 Fewer consumers are for calls of few tiles."""
 
 GROUPS = tuple(
-    tuple(replace(config, int8=int8, packed=packed, capped=capped) for config in SPEEDS)
-    for capped, packed, int8 in itertools.product((False, True), repeat=3)
+    tuple(replace(config, int8=int8, packed=packed, capped=capped) for config in SPEEDS if config.head_dim == dim)
+    for dim, capped, packed, int8 in itertools.product(sorted({config.head_dim for config in SPEEDS}), *3 * ((False, True),))
 )
 """Instances that are compiled together."""
 
@@ -116,50 +124,9 @@ def able(dim: int, qk: ProductType, packed: bool, capped: bool = False) -> dict[
     return {replace(config, **variant): speed for config, speed in SPEEDS.items() if config.head_dim == dim}
 
 
-def choose(q: torch.Tensor, qk: ProductType, device: Device, capped: bool = False) -> PrefillConfig:
-    """The instance for queries that the kernel supports: the one that is done first, estimated by rows and speed. Tiles
-    behind a long prefix take the same time. Packed queries count as those of one row of the batch."""
-    packed = q.dim() == 3
-    batch, heads, length, dim = (1, q.shape[1], q.shape[0], q.shape[2]) if packed else q.shape
-
-    def time(measured: tuple[PrefillConfig, float]) -> float:
-        config, speed = measured
-        tiles = batch * heads * -(-length // config.tile_rows)
-        return -(-tiles // device.sm_count) * config.tile_rows / speed
-
-    return min(able(dim, qk, packed, capped).items(), key=time)[0]
-
-
-def left_of(window: Window) -> int:
-    """Keys before its own one that a query sees."""
-    return min(window[0], UNLIMITED) if window[0] >= 0 else UNLIMITED
-
-
-def is_faster(queries: int) -> bool:
-    """Whether Triton's kernel is expected to be slower: where a row of the batch may have many queries."""
-    return queries >= LEAST_QUERIES
-
-
-def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """Queries or new tokens as the kernel takes them: packed ones (T, H, D) as (1, H, T, D)."""
-    return x if x.dim() == 4 else x.transpose(0, 1)[None]
-
-
-def tiles_of(call: PagedCall, config: PrefillConfig) -> int:
-    """Tiles of all heads; of packed queries, places of tiles."""
-    if call.packed is not None:
-        return call.q.shape[1] * units_of(call.packed, config.tile_rows)
-    batch, heads, queries, _ = call.q.shape
-    return batch * heads * -(-queries // config.tile_rows)
-
-
-def heads_in_l2(call: PagedCall, ctas: int) -> int:
-    """Query heads whose tiles the schedule mixes: schedule.heads_in_l2."""
-    batch, kv_heads, _, dim = (call.batch.lengths.shape[0], *call.storage.k.shape[1:])
-    keys = max(call.batch.most_pages * PAGE, 1)
-    heads, per_row = call.q.shape[1] // kv_heads, keys * 2 * dim
-    # of packed queries, the tiles of a head come from all rows
-    return mixed_heads(kv_heads, heads, batch * per_row, ctas) if call.q.dim() == 3 else mixed_heads(batch * kv_heads, heads, per_row, ctas)
+def unit_of(most: int) -> int:
+    """Rows of a unit where a row of the batch has at most so many queries: those of a short unit have all of them."""
+    return next((rows for rows in UNITS if rows >= most), ROWS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,6 +144,109 @@ class Tokens:
     new: tuple[torch.Tensor, torch.Tensor] | None
     dims: tuple[int, int]
     dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class QueryCounts:
+    """What of a call's queries decides how many tiles there are.
+
+    Attributes:
+        rows: of the batch.
+        queries: of a row; of packed queries, those of the row that has the most.
+        tokens: packed queries of all rows; or None.
+        heads: of the queries.
+        kv_heads: of the keys.
+    """
+
+    rows: int
+    queries: int
+    tokens: int | None
+    heads: int
+    kv_heads: int
+
+    @classmethod
+    def of(cls, call: PagedCall) -> QueryCounts:
+        q, batch = call.q, call.batch
+        tokens = None if batch.cu_seqlens is None else q.shape[0]
+        return cls(batch.lengths.shape[0], batch.most_queries(q), tokens, q.shape[1], call.storage.k.shape[1])
+
+    @classmethod
+    def of_tokens(cls, tokens: Tokens) -> QueryCounts:
+        """Of all tokens of a cache, which are new."""
+        assert tokens.new is not None
+        batch, heads, queries, _ = tokens.q.shape
+        return cls(batch, queries, None, heads, tokens.new[0].shape[1])
+
+    @property
+    def unit(self) -> int:
+        """Rows of a unit."""
+        return unit_of(self.queries)
+
+    def tiles(self, rows: int) -> int:
+        """Tiles of so many query rows each; of packed queries an estimate."""
+        sharing, units = self.heads // self.kv_heads, rows // self.unit
+        full = self.rows * -(-(-(-self.queries // self.unit) * sharing) // units)  # if all rows have the most
+        if self.tokens is not None:
+            full = min(full, -(-self.tokens // self.unit) * sharing // units + self.rows)
+        return full * self.kv_heads
+
+
+def choose(counts: QueryCounts, dim: int, qk: ProductType, device: Device, capped: bool = False) -> PrefillConfig:
+    """The instance for queries that the kernel supports: the one that is done first, estimated by rows and speed. Tiles
+    behind a long prefix take the same time."""
+
+    def time(measured: tuple[PrefillConfig, float]) -> float:
+        config, speed = measured
+        return -(-counts.tiles(config.tile_rows) // device.sm_count) * config.tile_rows / speed
+
+    return min(able(dim, qk, counts.tokens is not None, capped).items(), key=time)[0]
+
+
+def config_of(call: PagedCall, device: Device) -> PrefillConfig:
+    """The instance for a call that the kernel supports."""
+    return choose(QueryCounts.of(call), call.q.shape[-1], call.recipe.qk, device, call.softcap > 0)
+
+
+def left_of(window: Window) -> int:
+    """Keys before its own one that a query sees."""
+    return min(window[0], UNLIMITED) if window[0] >= 0 else UNLIMITED
+
+
+def is_faster(counts: QueryCounts, pages: int, device: Device) -> bool:
+    """Whether Triton's kernel is expected to be slower.
+
+    Args:
+        pages: places of the page table, of all key/value heads.
+    """
+    return counts.tiles(ROWS) * LEAST_FILL >= device.sm_count or pages <= MOST_PAGES
+
+
+def rows_of(x: torch.Tensor) -> torch.Tensor:
+    """Queries or new tokens as the kernel takes them: packed ones (T, H, D) as (1, H, T, D)."""
+    return x if x.dim() == 4 else x.transpose(0, 1)[None]
+
+
+def tiles_of(call: PagedCall, config: PrefillConfig) -> int:
+    """Tiles of all key/value heads; of packed queries, places of tiles."""
+    counts = QueryCounts.of(call)
+    if call.packed is None:
+        return counts.tiles(config.tile_rows)
+    return counts.kv_heads * packed_tiles(call.packed, *tile_of(call, config))
+
+
+def tile_of(call: PagedCall, config: PrefillConfig) -> tuple[int, int, int]:
+    """Rows of a unit, query heads that share keys, and units of a tile."""
+    counts = QueryCounts.of(call)
+    return counts.unit, counts.heads // counts.kv_heads, config.tile_rows // counts.unit
+
+
+def heads_in_l2(call: PagedCall, ctas: int) -> int:
+    """Query heads whose tiles the schedule mixes: schedule.heads_in_l2."""
+    batch, kv_heads, _, dim = (call.batch.lengths.shape[0], *call.storage.k.shape[1:])
+    keys = max(call.batch.most_pages * PAGE, 1)
+    heads, per_row = call.q.shape[1] // kv_heads, keys * 2 * dim
+    # of packed queries, the tiles of a head come from all rows
+    return mixed_heads(kv_heads, heads, batch * per_row, ctas) if call.q.dim() == 3 else mixed_heads(batch * kv_heads, heads, per_row, ctas)
 
 
 def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, device: Device) -> str | None:

@@ -14,7 +14,7 @@ namespace fp8attn {
 // One warp loads the pages of a tile, in the order in which consumers want them. A page that isn't there is read
 // outside of the tensor, where TMA reads zeros, and K's scale says so.
 template <PrefillConfig C>
-__device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile& tile, Ring<C.stages>& ring) {
+__device__ void load_pages(const PrefillParams& params, PrefillStorage<C>& shared, const PagedTile<C.consumers>& tile, Ring<C.stages>& ring) {
   using S = PrefillShape<C>;
   constexpr int FOUND = 31;  // pages found at once; lane 31 knows the one behind them
   const Params& p = params.call;
@@ -189,8 +189,11 @@ __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& share
     if (threadIdx.x == 0) {
       write_next_tile<C>(shared, schedule, round);
       const auto& next = shared.tiles[(round + 1) % shared.TILES];
-      for (int i = 0; next.exists() && i < S::half_panels * C.consumers; ++i)
-        ptx::tma_load_ahead(p.q_map, i / C.consumers * HALF_ROW, tensor_row(next) + next.first_row + i % C.consumers * ROWS, next.head, tensor_batch(next));
+#pragma unroll 1
+      for (int c = 0; next.exists() && c < C.consumers; ++c)
+        for_units(params, next, c, [&](int, int head, int row) {
+          for (int panel = 0; panel < S::half_panels; ++panel) ptx::tma_load_ahead(p.q_map, panel * HALF_ROW, tensor_row(next) + row, head, tensor_batch(next));
+        });
     }
     start_half_blocks<C, T>(params, shared, tile, ring, taken);
     __syncwarp();  // all lanes read the next tile

@@ -147,13 +147,13 @@ __device__ void issue_half_scores(float (&s)[HALF_BLOCK / 2], PrefillStorage<C>&
 
 // Scores of tokens that a row doesn't see become -inf, the others those in base 2. Tokens that aren't finite have NaN.
 template <PrefillConfig C>
-__device__ void see_own_page(const PrefillParams& params, float (&s)[HALF_BLOCK / 2], const PagedRowRange& range, int block, Fragment f) {
+__device__ void see_own_page(const PrefillParams& params, float (&s)[HALF_BLOCK / 2], const typename PrefillShape<C>::Range& range, int block, Fragment f) {
   const Params& p = params.call;
   const int left = params.left;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = range.first_row + f.row + 8 * r;
-    const int before = block * HALF_BLOCK + f.column, position = range.tile.is_token(row) ? range.tile.position(row) : -1;
+    const int row = f.row + 8 * r;
+    const int before = block * HALF_BLOCK + f.column, position = range.is_token(row) ? range.position(row) : -1;
     const int last = position - before, first = max(position / KEYS * KEYS, position - left) - before;
 #pragma unroll
     for (int j = 0; j < HALF_BLOCK / 8; ++j)
@@ -194,9 +194,10 @@ __device__ void add_half_block(PrefillRows<C>& rows, float (&s)[HALF_BLOCK / 2],
 
 // Normalises and stores the output of rows, and their LSE.
 template <PrefillConfig C>
-__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::PageTile& tile, const PagedRowRange& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
+__device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::Range& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
   using S = PrefillShape<C>;
   const Params& p = params.call;
+  const auto& tile = range.tile;
   const Restored<C.head_dim> scales;
   float l[2] = {rows.softmax.l[0], rows.softmax.l[1]}, limit[2] = {rows.softmax.limit[0], rows.softmax.limit[1]};
   const auto row_end = [&] {
@@ -205,12 +206,15 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
     else
       return p.q_length;
   };
-  const int first_row = tensor_row(tile) + range.first_row;
-  StagedOutput<Restored<C.head_dim>, S::output_boxes, true, C.packed> output(p, tensor_tile(tile), first_row, row_end, scales, shared.output[consumer], l);
+  const int warp = threadIdx.x % 128 / 32, head = ptx::uniform(range.head_of(warp * OUTPUT_ROWS));  // of all rows of the warp
+  if (head >= tile.heads_end) return;
+  const int first_row = tensor_row(tile) + ptx::uniform(range.query(warp * OUTPUT_ROWS));
+  const Tile place = {tensor_batch(tile), head, tile.kv_head, first_row};
+  StagedOutput<Restored<C.head_dim>, S::output_boxes, true, C.packed> output(p, place, first_row, row_end, scales, shared.output[consumer], l);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (p.sinks == nullptr || !range.tile.is_token(range.first_row + f.row + 8 * r)) continue;
-    output.set_weight(r, SinkRow::add<0>(limit[r], l[r], p.sinks[range.tile.head]).weight);
+    if (p.sinks == nullptr || !range.is_token(f.row + 8 * r)) continue;
+    output.set_weight(r, SinkRow::add<0>(limit[r], l[r], p.sinks[head]).weight);
   }
   [&]<int... PART_OF>(std::integer_sequence<int, PART_OF...>) {
     (output.template store<PART_OF * S::part, S::part>(rows.o[PART_OF]), ...);
@@ -218,9 +222,9 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   if (f.column != 0) return;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int row = first_row + f.row + 8 * r;
+    const int row = first_row + f.row % OUTPUT_ROWS + 8 * r;
     if (row >= row_end()) continue;
-    p.lse[(int64_t(tensor_batch(tile)) * p.q_heads + tile.head) * p.q_length + row] = l[r] == 0.0f ? -INFINITE : (limit[r] + log2f(l[r])) / LOG2E;
+    p.lse[(int64_t(place.batch) * p.q_heads + head) * p.q_length + row] = l[r] == 0.0f ? -INFINITE : (limit[r] + log2f(l[r])) / LOG2E;
   }
 }
 

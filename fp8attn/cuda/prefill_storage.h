@@ -29,13 +29,15 @@ struct PrefillShape {
   static constexpr int half_panels = dim / HALF_CHANNELS;                          // of blocks in half precision
   // channels of P·V in one accumulator; with two parts of 128 channels, the loop over pages would spill
   static constexpr int part = dim == 128 ? 128 : 64, parts = dim / part;
-  static constexpr int threads = 128 * (C.consumers + 1), tile_rows = C.consumers * ROWS;
+  static constexpr int threads = 128 * (C.consumers + 1);
+  static constexpr bool moves_registers = C.consumers > 1;  // else each thread has as many as it can
   static constexpr int producer_registers = 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers;
   static constexpr int output_boxes = dim > 64 ? 2 : 1;
   static constexpr int producer_barrier = 1 + C.consumers;
   static constexpr bool prepares_late = parts > 1;  // as the dense kernel's Shape
-  using PageTile = std::conditional_t<C.packed, PackedPagedTile, PagedTile>;
-  using Schedule = std::conditional_t<C.packed, PackedPagedTileSchedule, PagedTileSchedule>;
+  using PageTile = std::conditional_t<C.packed, PackedPagedTile<C.consumers>, PagedTile<C.consumers>>;
+  using Schedule = PagedTileSchedule<C.consumers, C.packed>;
+  using Range = PagedRowRange<PageTile>;
   static_assert(HALF_BLOCK * 2 == KEYS);            // a block in half precision is as large as a page
 };
 
@@ -67,11 +69,7 @@ struct alignas(1024) PrefillStorage {
 template <PrefillConfig C>
 __device__ void write_next_tile(PrefillStorage<C>& shared, const typename PrefillShape<C>::Schedule& schedule, int round) {
   const int position = round < 0 ? int(blockIdx.x) : schedule.after(round);
-  auto& to = shared.tiles[(round + 1) % shared.TILES];
-  if constexpr (C.packed)
-    schedule.write(to, position);
-  else
-    to = schedule.at(position);
+  schedule.write(shared.tiles[(round + 1) % shared.TILES], position);
 }
 
 }  // namespace fp8attn

@@ -442,7 +442,7 @@ def prefill_from_pages(
         BuildError: the kernel can't be compiled here.
     """
     q, storage, packed = call.q, call.storage, call.batch.cu_seqlens is not None
-    config = prefill.choose(q, call.recipe.qk, device, call.softcap > 0)
+    config = prefill.config_of(call, device)
     library = build.load_with(config, prefill.group(config), device.arch)
     tiles = prefill.tiles_of(call, config)
     ctas = min(tiles, device.sm_count)
@@ -451,7 +451,8 @@ def prefill_from_pages(
     if tile_table is None and tiles > ctas:
         counter = q.new_zeros(1, dtype=torch.int32)
     k, v = (None, None) if call.new is None else (prefill.rows_of(x) for x in call.new)
-    numbers = [prefill.heads_in_l2(call, ctas), prefill.left_of(call.window), call.batch.most_queries(q)]
+    counts = prefill.QueryCounts.of(call)
+    numbers = [prefill.heads_in_l2(call, ctas), prefill.left_of(call.window), counts.queries, counts.unit.bit_length() - 1]
     library.operators.prefill.default(
         library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [prefill.rows_of(q), k, v, call.sinks],
         storage.tensors(), [*call.batch.tensors()[:4], tile_table], [prefill.rows_of(out), lse[None] if packed else lse, counter],

@@ -78,8 +78,8 @@ def tile_at(place, cu_seqlens, sequences, tokens, group, ROWS: tl.constexpr):
 
 
 @triton.jit
-def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr, sharing=1, UNITS: tl.constexpr = 1):
-    """The unit of SIZE tokens at a place (layout.first_unit); or the tile of UNITS of them, of `sharing` heads
+def unit_at(place, cu_seqlens, seqused, sequences, tokens, size, sharing=1, units=1):
+    """The unit of `size` tokens at a place (layout.first_unit); or the tile of `units` of them, of `sharing` heads
     (layout.first_tile).
 
     Returns:
@@ -91,10 +91,10 @@ def unit_at(place, cu_seqlens, seqused, sequences, tokens, SIZE: tl.constexpr, s
     for first in range(0, sequences, SEARCH):
         index = first + lanes
         begin = begins_of(cu_seqlens, index, tokens, index < sequences)
-        before += ((index < sequences) & (first_tile(begin, index, SIZE, sharing, UNITS) <= place)).to(tl.int32)
+        before += ((index < sequences) & (first_tile(begin, index, size, sharing, units) <= place)).to(tl.int32)
     sequence = tl.maximum(tl.sum(before, 0) - 1, 0)
     begin, length = spans_of(cu_seqlens, seqused, sequence, tokens, sequence < sequences)
-    unit = place - first_tile(begin, sequence, SIZE, sharing, UNITS)
+    unit = place - first_tile(begin, sequence, size, sharing, units)
     # negative only if starts of sequences aren't in order
     return sequence, tl.maximum(unit, 0), begin, tl.where(unit < 0, 0, length)
 
@@ -143,46 +143,45 @@ def load_tile_entry(table, index):
 
 
 @triton.jit
-def tiles_of(q_length, sharing, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def tiles_of(q_length, sharing, rows, units):
     """The number of tiles of some sequences, and how many rows are missing in the last one.
 
     Units of rows that aren't full count as full, unless each tile has rows of one head only.
     """
-    units = tl.cdiv(q_length, ROWS) * sharing
-    tiles = tl.cdiv(units, UNITS)
-    return tiles, (tiles * UNITS - units) * ROWS + tl.where(sharing == 1, units * ROWS - q_length, 0)
+    of_length = tl.cdiv(q_length, rows) * sharing
+    tiles = tl.cdiv(of_length, units)
+    return tiles, (tiles * units - of_length) * rows + tl.where(sharing == 1, of_length * rows - q_length, 0)
 
 
 @triton.jit
-def work_of(kv_length, missing, window, ROWS: tl.constexpr):
+def work_of(kv_length, missing, window, rows):
     """The work of the tiles of some sequences: of all full tiles, and of the last tile, in which rows are missing.
 
     It is the most keys that a tile of the sequence sees: all tiles of a sequence have the same, so that they come one
     after the other, and find their keys in L2. But where all of them see as many keys, a tile that isn't full has
     less: rows that don't exist take about half of the time of others.
     """
-    most = tl.where((window[0] < 0) | (window[1] < 0), kv_length, tl.minimum(kv_length, window[0] + window[1] + ROWS))
-    return most, tl.where(window[1] < 0, most - most // (2 * ROWS) * missing, most)
+    most = tl.where((window[0] < 0) | (window[1] < 0), kv_length, tl.minimum(kv_length, window[0] + window[1] + rows))
+    return most, tl.where(window[1] < 0, most - most // (2 * rows) * missing, most)
 
 
 @triton.jit
-def tiles_above(work, q_length, kv_length, window, sharing, ROWS: tl.constexpr, UNITS: tl.constexpr):
+def tiles_above(work, q_length, kv_length, window, sharing, rows, units):
     """The number of tiles of some sequences with more work than `work`."""
-    tiles, missing = tiles_of(q_length, sharing, ROWS, UNITS)
-    of_full, of_last = work_of(kv_length, missing, window, ROWS * UNITS)
+    tiles, missing = tiles_of(q_length, sharing, rows, units)
+    of_full, of_last = work_of(kv_length, missing, window, rows * units)
     partial = (missing > 0).to(tl.int32)
     return tl.where(of_full > work, tiles - partial, 0) + tl.where(of_last > work, partial, 0)
 
 
-@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right", "sharing", "few"])
+@triton.jit(do_not_specialize=["sequences", "q_tokens", "k_tokens", "left", "right", "sharing", "few", "rows", "units"])
 def table_kernel(
-    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, sharing, few,
-    ROWS: tl.constexpr, UNITS: tl.constexpr, DEPENDENT: tl.constexpr,
+    cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, sharing, few, rows, units, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of tiles of UNITS x ROWS queries, (1 + layout.tiles_of(q, ...), TILE_PITCH): the header, then the
+    """Write the table of tiles of `units` x `rows` queries, (1 + layout.tiles_of(q, ...), TILE_PITCH): the header, then the
     tiles, those with the most work first.
 
-    A tile has units of ROWS queries of `sharing` heads: of all heads the first rows, then of all heads the next ones.
+    A tile has units of `rows` queries of `sharing` heads: of all heads the first rows, then of all heads the next ones.
     Sequences of at most `few` queries have none.
 
     Tiles with the same work are in the order of sequences, and in a sequence from the last one on. Each program
@@ -194,12 +193,12 @@ def table_kernel(
     begin(DEPENDENT)
     place = tl.program_id(0)
     window = (left, right)
-    own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, ROWS, sharing, UNITS)
+    own, tile, q_begin, q_length = unit_at(place, cu_q, used_q, sequences, q_tokens, rows, sharing, units)
     k_begin, k_length = spans_of(cu_k, used_k, own, k_tokens, own < sequences)
     q_length = tl.where(q_length > few, q_length, 0)
-    own_tiles, missing = tiles_of(q_length, sharing, ROWS, UNITS)
+    own_tiles, missing = tiles_of(q_length, sharing, rows, units)
     full = own_tiles - (missing > 0).to(tl.int32)
-    of_full, of_last = work_of(k_length, missing, window, ROWS * UNITS)
+    of_full, of_last = work_of(k_length, missing, window, rows * units)
     work = tl.where(tile < full, of_full, of_last)
     lanes = tl.arange(0, SEARCH)
     ahead = tl.zeros([SEARCH], tl.int32)
@@ -211,8 +210,8 @@ def table_kernel(
         _, k_lengths = spans_of(cu_k, used_k, index, k_tokens, index < sequences)
         q_lengths = tl.where(q_lengths > few, q_lengths, 0)
         # of earlier sequences, tiles with the same work are ahead, too
-        ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, sharing, ROWS, UNITS))
-        of_sequences, _ = tiles_of(q_lengths, sharing, ROWS, UNITS)
+        ahead += tl.where(index == own, 0, tiles_above(tl.where(index < own, work - 1, work), q_lengths, k_lengths, window, sharing, rows, units))
+        of_sequences, _ = tiles_of(q_lengths, sharing, rows, units)
         tiles += of_sequences
         ends = begins_of(cu_q, index + 1, q_tokens, index < sequences)
         disorder += (ends < begins).to(tl.int32)
@@ -226,13 +225,13 @@ def table_kernel(
     there = (tile < own_tiles) & (rank < tl.num_programs(0))
     entry = table + (1 + rank) * PITCH
     tl.store(entry, own, mask=there)
-    tl.store(entry + 1, tile * UNITS // sharing * ROWS, mask=there)
+    tl.store(entry + 1, tile * units // sharing * rows, mask=there)
     tl.store(entry + 2, q_begin, mask=there)
     tl.store(entry + 3, q_length, mask=there)
     tl.store(entry + 4, k_begin, mask=there)
     tl.store(entry + 5, k_length, mask=there)
     tl.store(entry + 6, first_unit(k_begin, own, PAGE), mask=there)
-    tl.store(entry + 7, tile * UNITS % sharing, mask=there)
+    tl.store(entry + 7, tile * units % sharing, mask=there)
 
 
 def table_of(call: Call, rows: int, device: Device, units: int | None = None, *, warmup: bool = False) -> torch.Tensor | None:
@@ -251,17 +250,17 @@ def table_of(call: Call, rows: int, device: Device, units: int | None = None, *,
     return _table(q, (k.cu_seqlens, k.seqused, k.tokens), call.window_offsets, tile, 0, device, warmup)
 
 
-def table_of_rows(call: PagedCall, rows: int, few: int, device: Device, *, warmup: bool = False) -> torch.Tensor:
+def table_of_rows(call: PagedCall, tile: tuple[int, int, int], few: int, device: Device, *, warmup: bool = False) -> torch.Tensor:
     """The same of packed queries of a cache, whose keys are not packed.
 
     Args:
-        rows: queries of a tile, all of one head.
+        tile: rows of a unit, query heads that share keys, and units.
         few: rows of the batch with at most as many queries have no tiles.
         warmup: compile only.
     """
     assert call.packed is not None
     window = min(call.window[0], LARGEST_LENGTH), 0
-    return _table(call.packed, (None, call.batch.lengths, 0), window, (rows, 1, 1), few, device, warmup)
+    return _table(call.packed, (None, call.batch.lengths, 0), window, tile, few, device, warmup)
 
 
 def _table(

@@ -12,7 +12,7 @@ import emulation
 from fp8attn import BackendUnavailable, KVCache, PagedBatch, Recipe, paged_ops, pages
 from fp8attn.cuda import build, decode, prefill, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
-from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES, PagedCall
+from fp8attn.pages import PAGE, RECENT, PagedCall
 from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
 from fp8attn.triton import varlen
 from paging import assert_attends
@@ -100,7 +100,7 @@ def attend(library: build.Library | None, call: PagedCall, device: Device, out_d
             patch.setattr(prefill, "choose", lambda *_: next(iter(library.launchers)))
         table = None
         if call.batch.cu_seqlens is not None:
-            table = varlen.table_of_rows(call, prefill.choose(call.q, call.recipe.qk, device).tile_rows, 0, device_of(call.q.device))
+            table = varlen.table_of_rows(call, prefill.tile_of(call, prefill.config_of(call, device)), 0, device_of(call.q.device))
         unwritten = torch.full_like(call.q, 1e4, dtype=out_dtype), torch.full(pages.lse_shape(call.q), 1e4, device=call.q.device)
         return run.prefill_from_pages(call, device, out_dtype, table, unwritten)
 
@@ -149,6 +149,16 @@ CASES = {
     "soft cap, int8": (Case((420, 140), (250, 140), recipe=PRECISE, softcap=3.0), 2),
     "soft cap, large scores": (Case((500,), (300,), scale=1e8, softcap=30.0), 1),
     "soft cap, scores below zero": (dataclasses.replace(BELOW_ZERO, softcap=5.0), 1),
+    "tiles of several heads": (Case((300, 200, 70), (130, 64, 65), group=3, kv_heads=2), 2),
+    "short units": (Case((300, 200, 15, 5), (16, 13, 15, 0), group=6, kv_heads=2), 2),
+    "short units of two heads": (Case((300, 200, 20), (20, 32, 17), group=3, kv_heads=2), 2),
+    "short units, one consumer": (Case((300, 140, 16), (9, 16, 3), group=5, kv_heads=2, consumers=1, sinks=True, left=100), 3),
+    "short units, 256 channels, one consumer": (Case((300, 140), (9, 16), group=5, dim=256, consumers=1), 3),
+    "short units, 128 channels, int8, a soft cap": (Case((300, 140), (24, 11), group=4, dim=128, consumers=2, recipe=PRECISE, softcap=4.0), 1),
+    "packed, short units": (Case((300, 0, 200, 16, 5), (16, 0, 13, 16, 5), group=6, kv_heads=2, packed=True, behind=3), 2),
+    "packed, short units of two heads": (Case((300, 200, 20), (20, 32, 17), group=3, packed=True, consumers=1, sinks=True), 2),
+    "packed, tiles of several heads": (Case((300, 0, 200, 70), (130, 0, 64, 65), group=3, kv_heads=2, packed=True, behind=9), 2),
+    "packed, one consumer, 256 channels": (Case((300, 0, 140), (70, 0, 128), group=2, dim=256, consumers=1, packed=True, behind=9), 2),
     "two consumers": (Case((300, 200, 5), (200, 150, 2), consumers=2), 2),
     "two consumers, 128 channels, int8": (Case((450, 140), (200, 140), dim=128, recipe=PRECISE, consumers=2), 1),
     "packed, two consumers, 128 channels": (Case((420, 0, 5, 300), (250, 0, 5, 300), dim=128, packed=True, behind=7, consumers=2), 2),
@@ -288,7 +298,7 @@ def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: t
     monkeypatch.setattr(run, "_decoded", filled)
     sms, expected = dataclasses.replace(H100, sm_count=3), pages.attend_paged(call)[0]
     by_decode = run.attend_to_pages(call, sms, torch.float32, few)
-    table = varlen.table_of_rows(call, prefill.choose(call.q, call.recipe.qk, sms).tile_rows, few, device_of(of_batches))
+    table = varlen.table_of_rows(call, prefill.tile_of(call, prefill.config_of(call, sms)), few, device_of(of_batches))
     by_prefill = run.prefill_from_pages(call, sms, torch.float32, table, tuple(torch.full_like(x, unwritten) for x in by_decode))
     for count, (begin, end) in zip(MIXED.counts, itertools.pairwise(starts), strict=True):
         mine, other = (by_decode, by_prefill) if count <= few else (by_prefill, by_decode)
@@ -401,7 +411,7 @@ def test_later_tokens_change_no_bit(backend: str, device: torch.device) -> None:
 
 MUTANTS = {
     "page scale of V forgotten": ("prefill_rows.h", "of_values[0] = beta[0] * v_scale,", "of_values[0] = beta[0],"),
-    "own page in FP8": ("tile/paged_tiles.h", "tile.position(first_row + row) / KEYS * KEYS : 0", "tile.position(first_row + row) : 0"),
+    "own page in FP8": ("tile/paged_tiles.h", "position(row) / KEYS * KEYS : 0", "position(row) : 0"),
     "a page too many": ("prefill.cuh", "if (page >= pages_of_rows.whole || page", "if (page"),
     "missing rescale": ("prefill.cuh", "if (grows) rows.rescale(alpha);", ""),
     "missing rescale in half precision": ("prefill_rows.h", "rows.rescale(alpha);", ""),
@@ -431,7 +441,7 @@ MUTANTS = {
         "begin = min(first_key_of(p, tile.position(first_row)) / KEYS + 1,",
     ),
     "pages before the tile's first one counted": ("prefill_producer.h", "ring.stage + tile.pages - tile.first_page;", "ring.stage + tile.pages;"),
-    "sink of the first head": ("prefill_rows.h", "p.sinks[range.tile.head]", "p.sinks[0]"),
+    "sink of the first head": ("prefill_rows.h", "p.sinks[head]", "p.sinks[0]"),
     "no sink in the LSE": ("prefill_rows.h", "(limit[r] + log2f(l[r]))", "(rows.softmax.limit[r] + log2f(rows.softmax.l[r]))"),
     "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
     "new tokens one too early": ("prefill_producer.h", "is_new = token >= edge", "is_new = token > edge"),
@@ -450,11 +460,7 @@ MUTANTS = {
         "\n",
     ),
     "queries without a fence": ("prefill.cuh", "shared.mean_score[consumer]);\n    ptx::fence_proxy_async();\n", "shared.mean_score[consumer]);\n"),
-    "the wrong queries in half precision": (
-        "prefill.cuh",
-        "tile.first_row + consumer * ROWS, tile.head, tensor_batch(tile));",
-        "tile.first_row, tile.head, tensor_batch(tile));",
-    ),
+    "the wrong queries in half precision": ("prefill.cuh", "tensor_row(tile) + row, head,", "tensor_row(tile), head,"),
     "V of another half": ("prefill_rows.h", "ptx::operand_of(channels, step, 16 * HALF_ROW)", "ptx::operand_of(channels, step ^ 1, 16 * HALF_ROW)"),
     "keys released by one warp": (
         "prefill.cuh",
@@ -476,11 +482,7 @@ MUTANTS = {
 
 PACKED_MUTANTS = {
     "queries of the first row": ("prefill.cuh", "tensor_row(tile) * p.q_strides[2]", "0 * p.q_strides[2]"),
-    "queries in half precision of the first row": (
-        "prefill.cuh",
-        "tensor_row(tile) + tile.first_row + consumer * ROWS, tile.head",
-        "tile.first_row + consumer * ROWS, tile.head",
-    ),
+    "queries in half precision of the first row": ("prefill.cuh", "tensor_row(tile) + row, head,", "row, head,"),
     "new tokens of the first row": ("prefill_producer.h", "int64_t(tensor_row(tile) + token - edge)", "int64_t(token - edge)"),
     "new blocks of the first row": (
         "prefill_producer.h",
@@ -493,15 +495,28 @@ PACKED_MUTANTS = {
         "params.new_v_map, barrier, panel * HALF_ROW, first",
     ),
     "outputs of the next row": ("prefill_rows.h", "return tile.end;", "return p.q_length;"),
-    "outputs in the first row": ("prefill_rows.h", "tensor_tile(tile), first_row, row_end", "tensor_tile(tile), range.first_row, row_end"),
-    "LSE of the first row": ("prefill_rows.h", "const int row = first_row + f.row", "const int row = range.first_row + f.row"),
+    "outputs in the first row": ("prefill_rows.h", "output(p, place, first_row, row_end", "output(p, place, range.first_row, row_end"),
+    "LSE of the first row": ("prefill_rows.h", "const int row = first_row + f.row % OUTPUT_ROWS", "const int row = range.first_row + f.row"),
     "numbers of the first row": ("tile/paged_tiles.h", "BatchRow row(params, batch, rows);", "BatchRow row(params, 0, rows);"),
     "all packed queries are the row's": ("tile/paged_tiles.h", "BatchRow row(params, batch, rows);", "BatchRow row(params, batch, p.q_length);"),
-    "a tile twice, and the last one never": ("tile/paged_tiles.h", "(1 + inside / heads) * TILE_PITCH", "(max(inside / heads, 1)) * TILE_PITCH"),
+    "a tile twice, and the last one never": ("tile/paged_tiles.h", "(1 + index) * TILE_PITCH", "max(index, 1) * TILE_PITCH"),
     "queries of no row stay": ("prefill_producer.h", "query = p.tile_table[int(TableHeader::end)] + blockIdx.x", "query = p.q_length"),
-    "one head of a group": ("tile/paged_tiles.h", "head = first + inside % heads, kv_head", "head = first, kv_head"),
+    "one head of a group": ("tile/paged_tiles.h", "kv_head = first + inside % together,", "kv_head = first,"),
 }
 """Of packed queries."""
+
+UNIT_MUTANTS = {
+    "consumers with the same rows": ("tile/paged_tiles.h", "head += of_consumer;", ""),
+    "a head too many": ("tile/paged_tiles.h", "if (head >= heads_end)", "if (head > heads_end)"),
+    "next rows that are the same": ("tile/paged_tiles.h", "head = first_head, first_row += tile_rows;", "head = first_head;"),
+    "keys of the first consumer's rows": ("tile/paged_tiles.h", "last = min(first_row + tile_rows,", "last = min(tile.first_row + tile_rows,"),
+    "tiles that begin with the first head": ("tile/paged_tiles.h", "{batch, unit % sharing(), kv_head", "{batch, 0, kv_head"),
+    "queries in half precision of the first head": ("tile/paged_tiles.h", "of(i, first.head + i,", "of(i, first.head,"),
+    "short units of one head": ("tile/paged_tiles.h", "return head + (row >> unit_log);", "return head;"),
+    "short units with the rows of others": ("tile/paged_tiles.h", "(row & (1 << unit_log) - 1)", "row"),
+    "outputs of heads that aren't there": ("prefill_rows.h", "if (head >= tile.heads_end) return;", ""),
+}
+"""Of tiles whose rows are those of several heads."""
 
 INT8_MUTANTS = {
     "start not subtracted": ("tile/page_softmax.h", "__float_as_int(s) - START<DIM>", "__float_as_int(s)"),
@@ -510,7 +525,7 @@ INT8_MUTANTS = {
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *PACKED_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *PACKED_MUTANTS.values(), *UNIT_MUTANTS.values()])
 
 
 MUTANT_CASES = (
@@ -524,19 +539,26 @@ MUTANT_CASES = (
 )
 
 
+UNIT_CASES = (
+    (Case((300, 200, 70), (130, 64, 65), group=3, kv_heads=2), 2),
+    (Case((300, 200, 15, 5), (16, 13, 15, 0), group=6, kv_heads=2, sinks=True), 2),
+    (Case((300,), (30,), group=3, kv_heads=2, consumers=1), 2),
+)
+
+
 PACKED_CASE = Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7, kv_heads=2), 2
 
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS, *PACKED_MUTANTS))
+@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS, *PACKED_MUTANTS, *UNIT_MUTANTS))
 def test_mutant_is_seen(name: str) -> None:
     cases = [(dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)] if name in INT8_MUTANTS else MUTANT_CASES
-    cases = [PACKED_CASE] if name in PACKED_MUTANTS else cases
+    cases = [PACKED_CASE] if name in PACKED_MUTANTS else UNIT_CASES if name in UNIT_MUTANTS else cases
 
     def check_all() -> None:
         for case, sms in cases:
-            library = emulation.prefiller(config_of(case), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS)[name])
+            library = emulation.prefiller(config_of(case), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS | UNIT_MUTANTS)[name])
             check(library, case, torch.device("cpu"), sms)
 
     with pytest.raises(AssertionError):
@@ -544,7 +566,7 @@ def test_mutant_is_seen(name: str) -> None:
 
 
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
-    for case, sms in (*MUTANT_CASES, PACKED_CASE, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
+    for case, sms in (*MUTANT_CASES, *UNIT_CASES, PACKED_CASE, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
         check(library_of(backend, case), case, place_of(backend, device), sms)
 
 
@@ -572,37 +594,83 @@ def test_unsupported_calls_say_why() -> None:
 @pytest.mark.parametrize("packed", (False, True))
 @pytest.mark.parametrize(
     "dim, heads, queries, consumers",
-    ((128, 32, 512, 2), (128, 32, 640, 3), (128, 32, 1024, 2), (128, 32, 2048, 3), (64, 8, 2048, 2), (64, 32, 16_384, 3), (256, 16, 512, 2)),
+    (
+        (128, 32, 256, 1),
+        (128, 32, 512, 2),
+        (128, 32, 640, 3),
+        (128, 32, 1024, 2),
+        (128, 32, 2048, 3),
+        (64, 8, 2048, 2),
+        (64, 32, 16_384, 3),
+        (256, 16, 256, 1),
+        (256, 16, 512, 1),
+        (256, 16, 1024, 2),
+    ),
 )
 def test_tiles_are_as_large_as_leaves_no_sm_idle(dim: int, heads: int, queries: int, consumers: int, packed: bool) -> None:
-    q = torch.zeros(1, 1, dim, dtype=torch.bfloat16).expand(heads, queries, dim)
-    q = q.transpose(0, 1) if packed else q[None]
-    chosen = prefill.choose(q, "int8", H100)
+    counts = prefill.QueryCounts(1, queries, queries if packed else None, heads, 8)
+    chosen = prefill.choose(counts, dim, "int8", H100)
     assert (chosen.head_dim, chosen.consumers, chosen.int8, chosen.packed) == (dim, consumers, True, packed)
 
 
-def test_few_queries_are_left_to_triton() -> None:
-    call = Case((300,), (200,)).call(torch.device("cpu"))
-    queries = call.q.shape[2]
-    assert prefill.is_faster(queries) and not prefill.is_faster(prefill.LEAST_QUERIES - 1)
-    assert prefill.LEAST_QUERIES > RECENT_QUERIES
+@pytest.mark.parametrize("most, unit", ((1, 16), (16, 16), (17, 32), (32, 32), (33, 64), (64, 64), (65, 64), (5000, 64)))
+def test_a_short_unit_has_all_queries_of_a_head(most: int, unit: int) -> None:
+    assert prefill.unit_of(most) == unit
 
 
 @pytest.mark.parametrize(
-    "queries, new, required, expected",
+    "counts, rows, tiles",
     (
-        (200, True, False, "prefill"),
-        (100, True, False, None),
-        (100, True, True, "prefill"),
-        (4, False, False, "decode"),
-        (4, False, True, "decode"),
-        (65, False, True, "prefill"),
+        (prefill.QueryCounts(2, 130, None, 8, 4), 64, 2 * 4 * 6),
+        (prefill.QueryCounts(2, 130, None, 8, 4), 128, 2 * 4 * 3),
+        (prefill.QueryCounts(2, 130, None, 6, 2), 128, 2 * 2 * 5),
+        (prefill.QueryCounts(3, 16, None, 12, 2), 64, 3 * 2 * 2),  # four heads of 16 rows, and two
+        (prefill.QueryCounts(3, 16, None, 12, 2), 128, 3 * 2),
+        (prefill.QueryCounts(3, 20, None, 6, 2), 64, 3 * 2 * 2),
+        (prefill.QueryCounts(3, 130, 390, 8, 4), 128, 3 * 4 * 3),  # packed, all rows have the most
+        (prefill.QueryCounts(3, 1000, 1100, 8, 4), 128, 4 * (18 + 3)),
     ),
 )
-def test_which_kernel_a_call_gets(queries: int, new: bool, required: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_tiles(counts: prefill.QueryCounts, rows: int, tiles: int) -> None:
+    assert counts.tiles(rows) == tiles
+
+
+@pytest.mark.parametrize(
+    "counts, pages, faster",
+    (
+        (prefill.QueryCounts(1, 64, None, 32, 8), 8192, True),  # 32 tiles of 132 SMs
+        (prefill.QueryCounts(1, 32, None, 32, 8), 8192, False),  # 16, of which each has many keys
+        (prefill.QueryCounts(1, 32, None, 32, 8), 264, True),
+        (prefill.QueryCounts(4, 8, None, 32, 8), 8192, True),
+    ),
+)
+def test_few_tiles_with_many_keys_are_left_to_triton(counts: prefill.QueryCounts, pages: int, faster: bool) -> None:
+    assert prefill.is_faster(counts, pages, H100) == faster
+
+
+@pytest.mark.parametrize(
+    "queries, new, required, few_keys, expected",
+    (
+        (200, True, False, True, "prefill"),
+        (200, True, False, False, None),
+        (200, True, True, False, "prefill"),
+        (4, False, False, False, "decode"),
+        (4, False, True, False, "decode"),
+        (20, False, False, True, "prefill"),
+        (20, False, True, True, "prefill"),
+        (20, False, False, False, None),
+        (20, False, True, False, "decode"),
+        (65, False, True, False, "prefill"),
+    ),
+)
+def test_which_kernel_a_call_gets(
+    queries: int, new: bool, required: bool, few_keys: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     call = Case((300,), (queries,), new=new).call(torch.device("cpu"))
     monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
     monkeypatch.setattr(build, "unavailable", lambda *_: None)
+    if not few_keys:
+        monkeypatch.setattr(prefill, "MOST_PAGES", 0)
     for name, function in (("decode", "attend_to_pages"), ("prefill", "prefill_from_pages")):
         monkeypatch.setattr(run, function, lambda *_, name=name: name)
     assert paged_ops._by_cuda("cuda" if required else "auto", call, torch.float32) == expected

@@ -216,7 +216,7 @@ def compile_packed(arch: int, half: int) -> list[str]:
             for config in dict.fromkeys((run.choose(call, device), configs.portable_config(call, device))):
                 run.forward(call, device, config, warmup=True)
             quantize.quantize_packed(k, v, recipe, call.varlen.k, device, warmup=True)
-            varlen.table_of_rows(chunk_call(dim, recipe), 128, 4, device, warmup=True)
+            varlen.table_of_rows(chunk_call(dim, recipe), (64, 4, 2), 4, device, warmup=True)
             mean = torch.zeros(2, 2, dim)
             stored = Quantized(call.q, call.q_scale, "token", "rows", call.q.shape[2])
             for query, rotated in ((q, 64), (stored, 0)):

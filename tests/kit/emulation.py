@@ -208,7 +208,7 @@ class PrefillParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("recent_k", "recent_v", "new_k", "new_v")),
         *((f"{name}_strides", ctypes.c_int64 * 3) for name in ("new_k", "new_v")),
         ("table_stride", ctypes.c_int64),
-        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence", "left", "most")),
+        *((name, ctypes.c_int) for name in ("table_width", "every_page", "every_sequence", "left", "most", "unit_log")),
     ]
 
 
@@ -686,7 +686,7 @@ def prefill_params(numbers, softmax_scale: float, softcap: float, tokens, storag
     call.k_scale, call.value_dim, call.heads_in_l2 = k_scale.data_ptr(), dim, numbers[0]
     call.softcap, call.inverse_softcap = softcap, 1.0 / softcap if softcap else torch.inf
     maps = (
-        _rows_map(q, KEYS // 2, 128),
+        _rows_map(q, 1 << numbers[3], 128),
         matrix_map(k, KEYS, min(dim, 128)),
         matrix_map(v, dim, KEYS),
         _rows_map(out, OUTPUT_ROWS, OUTPUT_BYTES),
@@ -702,7 +702,7 @@ def prefill_params(numbers, softmax_scale: float, softcap: float, tokens, storag
         if x is not None:
             setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     p.table_stride, p.table_width, p.every_page, p.every_sequence = table.stride(0), table.size(1), k.size(0), recent_k.size(0)
-    p.left, p.most = numbers[1], numbers[2]
+    p.left, p.most, p.unit_log = numbers[1:]
     described = b"".join(maps) + bytes(call)
     of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
     # tensor maps, and so Params, are aligned to the size of one

@@ -368,6 +368,21 @@ struct Queries {
     }
   }
 
+  // Loads rows from where at(row) says; zeros if there are none.
+  template <typename At>
+  __device__ void load(bool exist, At&& at) {
+    thread = threadIdx.x % 128;
+    asm volatile("" : "+r"(thread));  // as above
+#pragma unroll
+    for (int i = 0; i < rounds; ++i) {
+      raw[i][0] = raw[i][1] = {};
+      if (!exist) continue;
+      const uint16_t* const from = at(row(i)) + QUARTER * member();
+#pragma unroll
+      for (int half = 0; half < 2; ++half) raw[i][half] = reinterpret_cast<const uint4*>(from)[half];
+    }
+  }
+
   // Whether the team's row of a round is non-finite. The rotation spreads a NaN over its part, so one channel of each
   // thread suffices.
   __device__ bool is_hidden(const float (&y)[QUARTER]) const {

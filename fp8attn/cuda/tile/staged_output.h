@@ -43,8 +43,8 @@ struct StagedOutput {
   [[no_unique_address]] std::conditional_t<PACKED, int, Nothing> row_end;
 
   template <typename RowEnd>
-  __device__ StagedOutput(const Params& params, const Tile& its_tile, int warpgroup_row, RowEnd&& end, const Scales& its_scales, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
-      : p(params), tile(its_tile), scales(its_scales), boxes(its_boxes), first_row(warpgroup_row + threadIdx.x % 128 / 32 * OUTPUT_ROWS), lane(threadIdx.x % 32) {
+  __device__ StagedOutput(const Params& params, const Tile& its_tile, int its_first_row, RowEnd&& end, const Scales& its_scales, OutputBoxes<BOXES>& its_boxes, const float (&l)[2])
+      : p(params), tile(its_tile), scales(its_scales), boxes(its_boxes), first_row(its_first_row), lane(threadIdx.x % 32) {
     if constexpr (PACKED) row_end = end();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
