@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fp8attn import KVCache, PagedBatch, PagedTensors, paged_sdpa, quantize, reference, sdpa
+from fp8attn.cuda.prefill import Tiling
 from fp8attn.cuda.run import prefill_from_pages
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall
@@ -216,7 +217,8 @@ def _prefill_alone(sets: Sequence[Inputs]) -> Run:
         return PagedCall(inputs.q, cache.storage, (k, v), batch, cache.recipe, inputs.case.dim**-0.5, **inputs.options)
 
     calls, device = [call(inputs) for inputs in sets], device_of(sets[0].q.device)
-    return lambda i: prefill_from_pages(calls[i % len(calls)], device, torch.bfloat16)[0]
+    tiling = Tiling.of(calls[0], device, may_split=False)
+    return lambda i: prefill_from_pages(calls[i % len(calls)], device, tiling, torch.bfloat16)[0]
 
 
 def _dense(quantized: bool, sets: Sequence[Inputs]) -> Run:

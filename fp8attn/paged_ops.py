@@ -17,7 +17,7 @@ from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import Device, device_of
 from .ops import current, has_kernels, library_ops, register
-from .pages import PAGE, PagedBatch, PagedCall, Stage, Storage, empty_answer
+from .pages import PagedBatch, PagedCall, Stage, Storage, empty_answer
 from .pages import append as append_to
 from .recipe import Recipe, Rotation
 from .reference import CAUSAL_WINDOW
@@ -104,17 +104,21 @@ def unsupported_decode(call: PagedCall) -> str | None:
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    return prefill.unsupported_call(call, device) or build.unavailable(prefill.config_of(call, device), device.arch)
+    return prefill.unsupported_call(call, device) or build.unavailable(prefill.Tiling.of(call, device).config, device.arch)
 
 
 def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel for many queries. The decode kernel attends to packed rows of few ones."""
-    if call.batch.cu_seqlens is None:
-        return cuda_run.prefill_from_pages(call, device, out_dtype)
     few = few_queries(call)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
-    table = triton_kernels.varlen.table_of_rows(call, prefill.tile_of(call, prefill.config_of(call, device)), few, device)
-    return cuda_run.prefill_from_pages(call, device, out_dtype, table, results)
+    tiling = prefill.Tiling.of(call, device, may_split=not few)
+    table = None if call.packed is None else triton_kernels.varlen.table_of_rows(call, tiling.tile, few, device)
+    if tiling.splits == 1:
+        return cuda_run.prefill_from_pages(call, device, tiling, out_dtype, table, results)
+    outputs = triton_kernels.paged_attention.Outputs.empty(call.q, call.q.shape[-1], out_dtype, tiling.splits)
+    cuda_run.prefill_from_pages(call, device, tiling, out_dtype, table, outputs.parts())
+    outputs.combine(call.q.shape[-1])
+    return outputs.out, outputs.lse
 
 
 def few_queries(call: PagedCall) -> int:
@@ -127,25 +131,18 @@ def few_queries(call: PagedCall) -> int:
     return 0 if all_have_most or unsupported_decode(replace(call, batch=replace(call.batch, max_count=few))) else few
 
 
-SLOWER = "the {} kernel is slower than Triton's in a call like this"
-
-
 def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_scale: float) -> prefill.PrefillConfig | str:
     """The instance of the CUDA kernel for many queries that attends to a cache of new tokens, or why Triton's does.
 
     Raises:
         BackendUnavailable: the CUDA kernel is required and doesn't support them.
     """
-    assert tokens.new is not None
     device = device_of(tokens.q.device)
     if backend == "triton":
         return "backend is triton"
-    counts, pages_of_row = prefill.QueryCounts.of_tokens(tokens), max(tokens.new[0].shape[2] // PAGE, 1)
-    if backend == "auto" and not prefill.is_faster(counts, counts.rows * counts.kv_heads * pages_of_row, device):
-        return SLOWER.format("prefill")
     reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
     if reason is None:
-        config = prefill.choose(counts, tokens.q.shape[3], recipe.qk, device)
+        config = prefill.choose(prefill.Work.of_tokens(tokens), tokens.q.shape[3], recipe.qk, device)
         reason = build.unavailable(config, device.arch)
         if reason is None:
             return config
@@ -185,24 +182,17 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
     Raises:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
-    reasons: list[str] = []
-    device, pages = device_of(call.q.device), call.batch.page_table.numel() * call.storage.k.shape[1]
-    kernels = (
-        ("decode", call.new is None, decode.is_faster(call.q, call.storage, call.batch), unsupported_decode),
-        ("prefill", True, prefill.is_faster(prefill.QueryCounts.of(call), pages, device), unsupported_prefill),
-    )
-    for name, may_run, is_faster, unsupported in sorted(kernels, key=lambda kernel: not kernel[2]):
-        if not may_run:
-            continue
-        reason = unsupported(call) if backend == "cuda" or is_faster else SLOWER.format(name)
-        if reason is not None:
-            reasons.append(reason)
-        elif name == "decode":
-            return Attending(name, decode.choose(call.storage, call.scoring), cuda_run.attend_to_pages)
-        else:
-            return Attending(name, prefill.config_of(call, device), _prefill)
+    by_prefill, by_decode = unsupported_prefill(call), None
+    tiling = None if by_prefill else prefill.Tiling.of(call, device_of(call.q.device))
+    if call.new is None and (tiling is None or decode.is_faster(call.q, call.storage, call.batch, tiling.splits > 1)):
+        by_decode = unsupported_decode(call)
+        if by_decode is None:
+            return Attending("decode", decode.choose(call.storage, call.scoring), cuda_run.attend_to_pages)
+    if tiling is not None:
+        return Attending("prefill", tiling.config, _prefill)
+    reasons = [*dict.fromkeys(reason for reason in (by_decode, by_prefill) if reason is not None)]
     if backend == "cuda":
-        raise BackendUnavailable(f"cuda: {'; '.join(dict.fromkeys(reasons))}; use backend='triton' or 'auto'")
+        raise BackendUnavailable(f"cuda: {'; '.join(reasons)}; use backend='triton' or 'auto'")
     return reasons
 
 

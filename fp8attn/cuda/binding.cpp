@@ -525,19 +525,20 @@ void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& nu
 }
 
 // Attends to a KV cache with many queries. `numbers`: heads_in_l2, how many keys before its own one a query sees, how
-// many packed queries a row may have, and log2 of the rows of a tile's unit. Packed tensors are (1, H, T, D). `tokens`:
-// queries; keys and values of their tokens, or none; sinks, or none. `storage`, `batch`: those of `decode`, but for
-// cu_seqlens the table of tiles of packed queries. `results`: the output, its LSE, and a counter of tiles, 0 at launch,
-// or none.
+// many packed queries a row may have, log2 of the rows of a tile's unit, and how many CTAs split a tile's keys. Packed
+// tensors are (1, H, T, D). `tokens`: queries; keys and values of their tokens, or none; sinks, or none. `storage`,
+// `batch`: those of `decode`, but for cu_seqlens the table of tiles of packed queries. `results`: the output, its LSE,
+// and a counter of tiles, 0 at launch, or none; or outputs of all splits, (splits * B, H, S, D), and their sums.
 void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Operands& tokens, const std::vector<Tensor>& storage,
              const Operands& batch, const Operands& results) {
-  STD_TORCH_CHECK(numbers.size() == 4 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 5 && batch[0] &&
+  STD_TORCH_CHECK(numbers.size() == 5 && tokens.size() == 4 && tokens[0] && storage.size() == 10 && batch.size() == 5 && batch[0] &&
                       batch[1] && results.size() == 3 && results[0] && results[1],
-                  "prefill takes 4 numbers, 4 tensors of tokens, 10 of a cache, 5 of a batch and 3 results");
+                  "prefill takes 5 numbers, 4 tensors of tokens, 10 of a cache, 5 of a batch and 3 results");
   const Tensor &q = *tokens[0], &k = storage[0], &v = storage[2], &recent_k = storage[7], &out = *results[0];
   fp8attn::PrefillParams p = {};
   p.call = params_of(q, k, v, out, results[1], softmax_scale, 0);
-  p.call.value_dim = q.size(3);
+  p.call.value_dim = q.size(3), p.call.key_splits = numbers[4];
+  if (numbers[4] > 1) std::swap(p.call.part_rows, p.call.lse);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t dim = q.size(3), keys = k.size(2), panel = std::min<int64_t>(dim, 128);

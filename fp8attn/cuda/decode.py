@@ -21,7 +21,10 @@ MOST_ROW_TILES = 3
 Triton's kernel is expected to be no slower."""
 
 FEW_ROWS = 2 * GROUP
-"""Rows of a key/value head with which other kernels are slower."""
+"""Rows of a key/value head with which other kernels are slower; half of them where these split keys."""
+
+FEW_QUERIES = 3
+"""Queries of a row of the batch with which other kernels are slower, however many heads share keys."""
 
 DTYPES = (torch.bfloat16, torch.float16)
 
@@ -138,9 +141,10 @@ def few_queries(q: torch.Tensor, kv_heads: int) -> int:
     return max(FEW_ROWS // (q.shape[1] // kv_heads), 1)
 
 
-def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch) -> bool:
-    """Whether other kernels are slower, as measured (`python -m bench decode`): with few rows."""
-    return rows_of_head(q, storage.k.shape[1], batch) <= FEW_ROWS
+def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch, splits: bool) -> bool:
+    """Whether other kernels are slower, as measured: with few rows or queries. splits: they split keys."""
+    few = FEW_ROWS // 2 if splits else FEW_ROWS
+    return rows_of_head(q, storage.k.shape[1], batch) <= few or batch.most_queries(q) <= FEW_QUERIES
 
 
 def unsupported_rows(name: str, x: torch.Tensor) -> str | None:

@@ -44,7 +44,7 @@ struct Params {
   bool q_aligned, k_aligned;  // whether rows start at multiples of 16 bytes
   bool mask_in_boxes;         // whether mask_map is valid; else consumers load additive masks from global memory
 
-  // Portable kernel: key_splits CTAs split a tile, each with a range of its keys.
+  // Portable kernel, and prefill of a KV cache: key_splits CTAs split a tile, each with a range of its keys.
   int key_splits;
   float* parts;      // (key_splits, B, Hq, Sq, Dv), contiguous: partial outputs; or null
   float* part_rows;  // (2, key_splits, B, Hq, Sq), contiguous: row maxima, sums of 2^(score - maximum); or null
@@ -258,7 +258,9 @@ struct DecodeParams {
 // Parameters of the prefill kernel, which attends to a KV cache with many queries: pages.Storage, pages.PagedBatch and
 // new tokens. Of `call` it takes the tensor maps of q in bytes (boxes of a unit of rows x 128 bytes), of the pages as
 // DecodeParams has them, and of the output; q, k_scale (P, Hkv), v_scale, v_mean and lse_mean, which is K's mean, (N,
-// Hkv, D); the soft cap and sinks; the results, the counter, the table of tiles of packed queries, and numbers.
+// Hkv, D); the soft cap and sinks; the results, the counter, the table of tiles of packed queries, and numbers. Where
+// keys are split, `out` has the outputs of all splits, (key_splits, B, Hq, Sq, D) or (key_splits, T, Hq, D), and
+// `part_rows`, (key_splits, 2, rows of a split's output), their largest scores and sums.
 struct PrefillParams {
   Params call;
   CUtensorMap new_k_map, new_v_map;  // of the new tokens, in bytes: boxes of 64 tokens x 128 bytes

@@ -12,7 +12,7 @@ from ..call import unsupported_tma
 from ..device import Device
 from ..layout import tiles_of as packed_tiles
 from ..pages import PAGE, PagedCall
-from ..recipe import ProductType, Recipe
+from ..recipe import Packed, ProductType, Recipe
 from ..reference import Window
 from ..rotation import part_of
 from ..schedule import mixed_heads, unsupported_size
@@ -22,12 +22,17 @@ from .decode import DTYPES, unsupported_rows
 ROTATED = 64
 """Channels that the kernel rotates together."""
 
-LEAST_FILL = 5
-"""`auto` takes the kernel if every so many SMs have a tile. With fewer tiles, Triton's kernel is expected to be faster,
-for it splits keys; unless there are few."""
+MOST_SPLITS = 16
+"""CTAs that split the keys of a tile at most."""
 
-MOST_PAGES = 264
-"""Few keys: pages of all heads, two for each SM of an H100."""
+SPLIT_PAGES = 8
+"""Least number of pages for which another split is worth its partial sums."""
+
+TILE_PAGES = 8
+"""What a tile takes beside its pages, in pages."""
+
+COMBINE_PAGES = 768
+"""What it takes to combine splits, in pages times query rows of the fastest instance (H200, D 128)."""
 
 UNLIMITED = 1 << 30
 """Keys before its own one that a query sees without a window."""
@@ -81,7 +86,7 @@ class PrefillConfig:
         """sizeof(PrefillStorage), in bytes."""
         tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
-        tile = 52 + 8 * self.consumers + (8 if self.packed else 0)  # sizeof(PackedPagedTile) or sizeof(PagedTile)
+        tile = 56 + 8 * self.consumers + (8 if self.packed else 0)  # sizeof(PackedPagedTile) or sizeof(PagedTile)
         facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * tile + 16 * self.stages
         return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 5 * self.stages), 1024)
 
@@ -95,7 +100,7 @@ SPEEDS = {
     PrefillConfig(64, 2, 6, 232): 0.82,
     PrefillConfig(64, 1, 8, 255): 0.48,
     PrefillConfig(128, 3, 4, 160): 1.0,
-    PrefillConfig(128, 2, 5, 232): 0.82,
+    PrefillConfig(128, 2, 5, 232): 0.85,
     PrefillConfig(128, 1, 5, 255): 0.5,
     PrefillConfig(256, 2, 2, 240): 1.0,
     PrefillConfig(256, 1, 2, 255): 0.65,
@@ -147,8 +152,8 @@ class Tokens:
 
 
 @dataclass(frozen=True)
-class QueryCounts:
-    """What of a call's queries decides how many tiles there are.
+class Work:
+    """What of a call decides how many tiles there are, and how many CTAs split the keys of one.
 
     Attributes:
         rows: of the batch.
@@ -156,6 +161,7 @@ class QueryCounts:
         tokens: packed queries of all rows; or None.
         heads: of the queries.
         kv_heads: of the keys.
+        pages: that a tile sees at most.
     """
 
     rows: int
@@ -163,19 +169,27 @@ class QueryCounts:
     tokens: int | None
     heads: int
     kv_heads: int
+    pages: int
 
     @classmethod
-    def of(cls, call: PagedCall) -> QueryCounts:
-        q, batch = call.q, call.batch
+    def of(cls, call: PagedCall) -> Work:
+        q, batch, left = call.q, call.batch, call.window[0]
         tokens = None if batch.cu_seqlens is None else q.shape[0]
-        return cls(batch.lengths.shape[0], batch.most_queries(q), tokens, q.shape[1], call.storage.k.shape[1])
+        pages = batch.most_pages if left < 0 else min(batch.most_pages, left // PAGE + 2)
+        return cls(batch.lengths.shape[0], batch.most_queries(q), tokens, q.shape[1], call.storage.k.shape[1], pages)
 
     @classmethod
-    def of_tokens(cls, tokens: Tokens) -> QueryCounts:
+    def of_tokens(cls, tokens: Tokens) -> Work:
         """Of all tokens of a cache, which are new."""
         assert tokens.new is not None
         batch, heads, queries, _ = tokens.q.shape
-        return cls(batch, queries, None, heads, tokens.new[0].shape[1])
+        _, kv_heads, length, _ = tokens.new[0].shape
+        return cls(batch, queries, None, heads, kv_heads, length // PAGE)
+
+    @property
+    def sharing(self) -> int:
+        """Query heads that share keys."""
+        return self.heads // self.kv_heads
 
     @property
     def unit(self) -> int:
@@ -184,27 +198,61 @@ class QueryCounts:
 
     def tiles(self, rows: int) -> int:
         """Tiles of so many query rows each; of packed queries an estimate."""
-        sharing, units = self.heads // self.kv_heads, rows // self.unit
-        full = self.rows * -(-(-(-self.queries // self.unit) * sharing) // units)  # if all rows have the most
+        units = rows // self.unit
+        full = self.rows * -(-(-(-self.queries // self.unit) * self.sharing) // units)  # if all rows have the most
         if self.tokens is not None:
-            full = min(full, -(-self.tokens // self.unit) * sharing // units + self.rows)
+            full = min(full, -(-self.tokens // self.unit) * self.sharing // units + self.rows)
         return full * self.kv_heads
 
+    def splits(self, rows: int, device: Device) -> int:
+        """CTAs that split the keys of a tile of so many query rows: where SMs would be idle, and keys are many."""
+        return max(min(device.sm_count // max(self.tiles(rows), 1), self.pages // SPLIT_PAGES, MOST_SPLITS), 1)
 
-def choose(counts: QueryCounts, dim: int, qk: ProductType, device: Device, capped: bool = False) -> PrefillConfig:
-    """The instance for queries that the kernel supports: the one that is done first, estimated by rows and speed. Tiles
-    behind a long prefix take the same time."""
+
+def choose(work: Work, dim: int, qk: ProductType, device: Device, capped: bool = False) -> PrefillConfig:
+    """The instance for queries that the kernel supports: the one that is done first, estimated by rows, pages and
+    speed. Tiles behind a long prefix take the same time."""
 
     def time(measured: tuple[PrefillConfig, float]) -> float:
         config, speed = measured
-        return -(-counts.tiles(config.tile_rows) // device.sm_count) * config.tile_rows / speed
+        rows = config.tile_rows
+        splits = work.splits(rows, device)
+        rounds = -(-work.tiles(rows) * splits // device.sm_count)
+        return rounds * rows / speed * (work.pages / splits + TILE_PAGES) + (COMBINE_PAGES if splits > 1 else 0)
 
-    return min(able(dim, qk, counts.tokens is not None, capped).items(), key=time)[0]
+    return min(able(dim, qk, work.tokens is not None, capped).items(), key=time)[0]
 
 
-def config_of(call: PagedCall, device: Device) -> PrefillConfig:
-    """The instance for a call that the kernel supports."""
-    return choose(QueryCounts.of(call), call.q.shape[-1], call.recipe.qk, device, call.softcap > 0)
+@dataclass(frozen=True)
+class Tiling:
+    """How a call's rows and keys become the work of CTAs.
+
+    Attributes:
+        config: the instance.
+        work: of the call.
+        splits: CTAs that split the keys of each tile.
+    """
+
+    config: PrefillConfig
+    work: Work
+    splits: int
+
+    @classmethod
+    def of(cls, call: PagedCall, device: Device, may_split: bool = True) -> Tiling:
+        """Of a call that the kernel supports."""
+        work = Work.of(call)
+        work = work if may_split else replace(work, pages=0)
+        config = choose(work, call.q.shape[-1], call.recipe.qk, device, call.softcap > 0)
+        return cls(config, work, work.splits(config.tile_rows, device))
+
+    @property
+    def tile(self) -> tuple[int, int, int]:
+        """Rows of a unit, query heads that share keys, and units of a tile."""
+        return self.work.unit, self.work.sharing, self.config.tile_rows // self.work.unit
+
+    def tiles(self, packed: Packed | None) -> int:
+        """Tiles of all key/value heads; of packed queries, places of tiles."""
+        return self.work.tiles(self.config.tile_rows) if packed is None else self.work.kv_heads * packed_tiles(packed, *self.tile)
 
 
 def left_of(window: Window) -> int:
@@ -212,32 +260,9 @@ def left_of(window: Window) -> int:
     return min(window[0], UNLIMITED) if window[0] >= 0 else UNLIMITED
 
 
-def is_faster(counts: QueryCounts, pages: int, device: Device) -> bool:
-    """Whether Triton's kernel is expected to be slower.
-
-    Args:
-        pages: places of the page table, of all key/value heads.
-    """
-    return counts.tiles(ROWS) * LEAST_FILL >= device.sm_count or pages <= MOST_PAGES
-
-
 def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Queries or new tokens as the kernel takes them: packed ones (T, H, D) as (1, H, T, D)."""
     return x if x.dim() == 4 else x.transpose(0, 1)[None]
-
-
-def tiles_of(call: PagedCall, config: PrefillConfig) -> int:
-    """Tiles of all key/value heads; of packed queries, places of tiles."""
-    counts = QueryCounts.of(call)
-    if call.packed is None:
-        return counts.tiles(config.tile_rows)
-    return counts.kv_heads * packed_tiles(call.packed, *tile_of(call, config))
-
-
-def tile_of(call: PagedCall, config: PrefillConfig) -> tuple[int, int, int]:
-    """Rows of a unit, query heads that share keys, and units of a tile."""
-    counts = QueryCounts.of(call)
-    return counts.unit, counts.heads // counts.kv_heads, config.tile_rows // counts.unit
 
 
 def heads_in_l2(call: PagedCall, ctas: int) -> int:

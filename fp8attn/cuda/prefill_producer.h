@@ -1,6 +1,7 @@
 // The prefill kernel's producer warpgroup: pages and blocks of new tokens by TMA, other tokens by asynchronous copies.
 #pragma once
 
+#include "prefill_rows.h"
 #include "prefill_storage.h"
 #include "ptx/cp_async.h"
 #include "ptx/mbarrier.h"
@@ -148,20 +149,26 @@ __device__ void finish_half_blocks(const PrefillParams& params, PrefillStorage<C
   }
 }
 
-// Stores the outputs of packed queries of no row, zeros, and their LSE. CTAs share the queries, and the other warps of
-// the producer the channels.
+// Stores the outputs of packed queries of no row, zeros, and their LSE; those of all splits. CTAs share the queries,
+// and the other warps of the producer the channels.
 template <PrefillConfig C>
 __device__ void store_queries_of_no_row(const Params& p) {
   constexpr int others = 128 - 32;
   const int thread = threadIdx.x - 32, bytes = p.q_heads * C.head_dim * (p.out_type == OutType::f32 ? 4 : 2);
 #pragma unroll 1
-  for (int query = p.tile_table[int(TableHeader::end)] + blockIdx.x; query < p.q_length; query += gridDim.x) {
-    uint8_t* row = static_cast<uint8_t*>(p.out) + int64_t(query) * bytes;  // of all heads
+  for (int query = p.tile_table[int(TableHeader::end)] + blockIdx.x; query < p.q_length; query += gridDim.x)
 #pragma unroll 1
-    for (int i = 16 * thread; i < bytes; i += 16 * others) *reinterpret_cast<uint4*>(row + i) = {};
+    for (int split = 0; split < p.key_splits; ++split) {
+      uint8_t* row = static_cast<uint8_t*>(p.out) + (int64_t(split) * p.q_length + query) * bytes;  // of all heads
 #pragma unroll 1
-    for (int head = thread; head < p.q_heads; head += others) p.lse[int64_t(head) * p.q_length + query] = -INFINITE;
-  }
+      for (int i = 16 * thread; i < bytes; i += 16 * others) *reinterpret_cast<uint4*>(row + i) = {};
+#pragma unroll 1
+      for (int head = thread; head < p.q_heads; head += others)
+        if (p.part_rows == nullptr)
+          p.lse[int64_t(head) * p.q_length + query] = -INFINITE;
+        else
+          store_sums(p, split, query * p.q_heads + head, 1, -INFINITE);
+    }
 }
 
 // Loads all blocks of all tiles of the CTA. T: of what is in half precision. The first warp is ahead of the others. It

@@ -192,7 +192,16 @@ __device__ void add_half_block(PrefillRows<C>& rows, float (&s)[HALF_BLOCK / 2],
   }
 }
 
-// Normalises and stores the output of rows, and their LSE.
+// Stores what a split has of a row: as the largest score the LSE in base 2, and as the sum of 2^(score - largest) 1; 0
+// if the row sees no keys, or NaN.
+__device__ inline void store_sums(const Params& p, int split, int row, int batches, float lse) {
+  const int64_t rows = int64_t(batches) * p.q_heads * p.q_length;
+  float* to = p.part_rows + 2 * split * rows + row;
+  to[0] = lse == lse ? lse : 0.0f;
+  to[rows] = lse == lse ? float(lse != -INFINITE) : NAN;
+}
+
+// Normalises and stores the output of rows, and their LSE, or what a split has of them.
 template <PrefillConfig C>
 __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& shared, const typename PrefillShape<C>::Range& range, int consumer, const PrefillRows<C>& rows, Fragment f) {
   using S = PrefillShape<C>;
@@ -209,11 +218,12 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   const int warp = threadIdx.x % 128 / 32, head = ptx::uniform(range.head_of(warp * OUTPUT_ROWS));  // of all rows of the warp
   if (head >= tile.heads_end) return;
   const int first_row = tensor_row(tile) + ptx::uniform(range.query(warp * OUTPUT_ROWS));
-  const Tile place = {tensor_batch(tile), head, tile.kv_head, first_row};
+  const int batch = tensor_batch(tile), batches = C.packed ? 1 : p.batches;
+  const Tile place = {tile.split * batches + batch, head, tile.kv_head, first_row};
   StagedOutput<Restored<C.head_dim>, S::output_boxes, true, C.packed> output(p, place, first_row, row_end, scales, shared.output[consumer], l);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (p.sinks == nullptr || !range.is_token(f.row + 8 * r)) continue;
+    if (p.sinks == nullptr || !tile.is_last || !range.is_token(f.row + 8 * r)) continue;
     output.set_weight(r, SinkRow::add<0>(limit[r], l[r], p.sinks[head]).weight);
   }
   [&]<int... PART_OF>(std::integer_sequence<int, PART_OF...>) {
@@ -224,7 +234,11 @@ __device__ void store_rows(const PrefillParams& params, PrefillStorage<C>& share
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + f.row % OUTPUT_ROWS + 8 * r;
     if (row >= row_end()) continue;
-    p.lse[(int64_t(place.batch) * p.q_heads + head) * p.q_length + row] = l[r] == 0.0f ? -INFINITE : (limit[r] + log2f(l[r])) / LOG2E;
+    const float lse = l[r] == 0.0f ? -INFINITE : limit[r] + log2f(l[r]);  // in base 2
+    if (p.part_rows == nullptr)
+      p.lse[(int64_t(batch) * p.q_heads + head) * p.q_length + row] = lse / LOG2E;
+    else
+      store_sums(p, tile.split, C.packed ? row * p.q_heads + head : (batch * p.q_heads + head) * p.q_length + row, batches, lse);
   }
 }
 

@@ -424,7 +424,7 @@ def attend_to_tensors(
 
 
 def prefill_from_pages(
-    call: PagedCall, device: Device, out_dtype: torch.dtype, tile_table: torch.Tensor | None = None,
+    call: PagedCall, device: Device, tiling: prefill.Tiling, out_dtype: torch.dtype, tile_table: torch.Tensor | None = None,
     results: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """pages.attend_paged by the prefill kernel.
@@ -432,30 +432,33 @@ def prefill_from_pages(
     `prefill.unsupported_call` must return None for the call.
 
     Args:
-        tile_table: of packed queries, triton.varlen.table_of_rows for the instance's tiles.
-        results: output and LSE, which have the rows that aren't in the table. None: there are none.
+        tile_table: of packed queries, triton.varlen.table_of_rows for `tiling`.
+        results: output and LSE, which have the rows that aren't in the table; or the outputs of all splits, float32
+            (splits, B, Hq, S, D) or (splits, T, Hq, D), and their sums (splits, 2, rows), contiguous. None: they are
+            made.
 
     Returns:
-        out (B, Hq, S, D) and LSE (B, Hq, S); of packed queries (T, Hq, D) and (Hq, T).
+        out (B, Hq, S, D) and LSE (B, Hq, S), of packed queries (T, Hq, D) and (Hq, T); or the results that are given.
 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
     q, storage, packed = call.q, call.storage, call.batch.cu_seqlens is not None
-    config = prefill.config_of(call, device)
-    library = build.load_with(config, prefill.group(config), device.arch)
-    tiles = prefill.tiles_of(call, config)
+    library = build.load_with(tiling.config, prefill.group(tiling.config), device.arch)
+    tiles = tiling.tiles(call.packed) * tiling.splits
     ctas = min(tiles, device.sm_count)
     out, lse = results or (q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32))
     counter = None if tile_table is None else counter_of(tile_table)
     if tile_table is None and tiles > ctas:
         counter = q.new_zeros(1, dtype=torch.int32)
     k, v = (None, None) if call.new is None else (prefill.rows_of(x) for x in call.new)
-    counts = prefill.QueryCounts.of(call)
-    numbers = [prefill.heads_in_l2(call, ctas), prefill.left_of(call.window), counts.queries, counts.unit.bit_length() - 1]
+    work, to = tiling.work, [prefill.rows_of(out), lse[None] if packed else lse]
+    if tiling.splits > 1:
+        to = [out.transpose(1, 2) if packed else out.flatten(0, 1), lse]
+    numbers = [prefill.heads_in_l2(call, ctas), prefill.left_of(call.window), work.queries, work.unit.bit_length() - 1, tiling.splits]
     library.operators.prefill.default(
-        library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [prefill.rows_of(q), k, v, call.sinks],
-        storage.tensors(), [*call.batch.tensors()[:4], tile_table], [prefill.rows_of(out), lse[None] if packed else lse, counter],
+        library.launchers[tiling.config], ctas, numbers, call.softmax_scale, call.softcap, [prefill.rows_of(q), k, v, call.sinks],
+        storage.tensors(), [*call.batch.tensors()[:4], tile_table], [*to, counter],
     )  # fmt: skip
     return out, lse
 

@@ -46,6 +46,8 @@ from .varlen import tile_at
 HALF_BLOCK: tl.constexpr = tl.constexpr(64)  # keys in half precision of one step
 INVERSE_OFFSET: tl.constexpr = tl.constexpr(2.0**-pages.P_OFFSET)  # makes sums of P those of 2^(score - m)
 
+TOGETHER: tl.constexpr = tl.constexpr(8)  # splits whose sums are loaded together
+
 SPLIT_PAGES = 4
 """Least number of pages for which another program is worth its partial sums."""
 
@@ -323,14 +325,16 @@ def combine_kernel(partial, partial_sums, out, lse, total, heads, splits, ROWS: 
     m = tl.full([ROWS], -float("inf"), tl.float32)
     l = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, WIDTH], tl.float32)
-    for split in range(splits):
-        at = split * tl.cast(total, tl.int64) + rows
-        theirs = tl.load(partial_sums + at + split * tl.cast(total, tl.int64), mask=exists, other=-float("inf"))
-        m_new = tl.maximum(m, theirs)
-        alpha, beta = tl.exp2(m - finite_or_zero(m_new)), tl.exp2(theirs - finite_or_zero(m_new))
-        l = l * alpha + tl.load(partial_sums + at + (split + 1) * tl.cast(total, tl.int64), mask=exists, other=0.0) * beta
-        acc = acc * alpha[:, None] + tl.load(partial + at[:, None] * DIM + channels[None, :], mask=inside, other=0.0) * beta[:, None]
-        m = m_new
+    for first in range(0, splits, TOGETHER):
+        for i in tl.static_range(TOGETHER):  # all loads may be in flight at once
+            split, here = first + i, first + i < splits
+            at = split * tl.cast(total, tl.int64) + rows
+            theirs = tl.load(partial_sums + at + split * tl.cast(total, tl.int64), mask=exists & here, other=-float("inf"))
+            m_new = tl.maximum(m, theirs)
+            alpha, beta = tl.exp2(m - finite_or_zero(m_new)), tl.exp2(theirs - finite_or_zero(m_new))
+            l = l * alpha + tl.load(partial_sums + at + (split + 1) * tl.cast(total, tl.int64), mask=exists & here, other=0.0) * beta
+            acc = acc * alpha[:, None] + tl.load(partial + at[:, None] * DIM + channels[None, :], mask=inside & here, other=0.0) * beta[:, None]
+            m = m_new
     tl.store(out + rows[:, None] * DIM + channels[None, :], (acc * inverse(l)[:, None]).to(out.dtype.element_ty), mask=inside)
     tl.store(lse + rows % heads * (total // heads) + rows // heads, (m + tl.log2(l)) / LOG2E, mask=exists)
 
@@ -423,7 +427,12 @@ class Outputs:
         """Those that the attention kernel writes, in the order of the fields."""
         return self.out, self.lse, self.partial, self.sums
 
-    def combine(self, width: int, warmup: bool) -> None:
+    def parts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Those that are combined."""
+        assert self.partial is not None and self.sums is not None
+        return self.partial, self.sums
+
+    def combine(self, width: int, warmup: bool = False) -> None:
         """Add the sums of all splits to the outputs, if programs share keys. width: Dv, rounded up to a power of
         two."""
         if self.partial is None:

@@ -178,8 +178,8 @@ def tiles_above(work, q_length, kv_length, window, sharing, rows, units):
 def table_kernel(
     cu_q, used_q, cu_k, used_k, table, sequences, q_tokens, k_tokens, left, right, sharing, few, rows, units, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Write the table of tiles of `units` x `rows` queries, (1 + layout.tiles_of(q, ...), TILE_PITCH): the header, then the
-    tiles, those with the most work first.
+    """Write the table of tiles of `units` x `rows` queries, (1 + layout.tiles_of(q, ...), TILE_PITCH): the header, then
+    the tiles, those with the most work first.
 
     A tile has units of `rows` queries of `sharing` heads: of all heads the first rows, then of all heads the next ones.
     Sequences of at most `few` queries have none.

@@ -15,6 +15,7 @@ from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, RECENT, PagedCall
 from fp8attn.recipe import DEFAULT_RECIPE, INT8_NAN, PRECISE
 from fp8attn.triton import varlen
+from fp8attn.triton.paged_attention import Outputs
 from paging import assert_attends
 
 H100 = ARCHITECTURES[90]
@@ -43,6 +44,7 @@ class Case:
     packed: bool = False
     behind: int = 0
     consumers: int = 0
+    splits: int = 1
 
     def call(self, device: torch.device, out_of: int | None = None) -> PagedCall:
         """The call, with shuffled pages; what no token has written is NaN."""
@@ -91,23 +93,30 @@ class Case:
         return PagedCall(q, storage if self.new else cache.storage, new if self.new else None, batch, *options)
 
 
-def attend(library: build.Library | None, call: PagedCall, device: Device, out_dtype: torch.dtype = torch.float32):
-    """Output and LSE of the kernel; `library` None: compiled."""
+def attend(library: build.Library | None, call: PagedCall, device: Device, out_dtype: torch.dtype = torch.float32, splits: int = 1):
+    """Output and LSE of the kernel; `library` None: compiled. splits: of keys."""
     assert prefill.unsupported_call(call, H100) is None
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
             patch.setattr(prefill, "choose", lambda *_: next(iter(library.launchers)))
-        table = None
+        tiling, table = dataclasses.replace(prefill.Tiling.of(call, device), splits=splits), None
         if call.batch.cu_seqlens is not None:
-            table = varlen.table_of_rows(call, prefill.tile_of(call, prefill.config_of(call, device)), 0, device_of(call.q.device))
-        unwritten = torch.full_like(call.q, 1e4, dtype=out_dtype), torch.full(pages.lse_shape(call.q), 1e4, device=call.q.device)
-        return run.prefill_from_pages(call, device, out_dtype, table, unwritten)
+            table = varlen.table_of_rows(call, tiling.tile, 0, device_of(call.q.device))
+        if splits == 1:
+            unwritten = torch.full_like(call.q, 1e4, dtype=out_dtype), torch.full(pages.lse_shape(call.q), 1e4, device=call.q.device)
+            return run.prefill_from_pages(call, device, tiling, out_dtype, table, unwritten)
+        outputs = Outputs.empty(call.q, call.q.shape[-1], out_dtype, splits)
+        for x in (outputs.out, outputs.lse, *outputs.parts()):
+            x.fill_(1e4)
+        run.prefill_from_pages(call, device, tiling, out_dtype, table, outputs.parts())
+        outputs.combine(call.q.shape[-1])
+        return outputs.out, outputs.lse
 
 
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
     call = case.call(device)
-    actual = attend(library, call, dataclasses.replace(H100, sm_count=sms))
+    actual = attend(library, call, dataclasses.replace(H100, sm_count=sms), splits=case.splits)
     assert_attends(*actual, pages.attend_paged(call), case.dtype, library is not None)
 
 
@@ -159,6 +168,13 @@ CASES = {
     "packed, short units of two heads": (Case((300, 200, 20), (20, 32, 17), group=3, packed=True, consumers=1, sinks=True), 2),
     "packed, tiles of several heads": (Case((300, 0, 200, 70), (130, 0, 64, 65), group=3, kv_heads=2, packed=True, behind=9), 2),
     "packed, one consumer, 256 channels": (Case((300, 0, 140), (70, 0, 128), group=2, dim=256, consumers=1, packed=True, behind=9), 2),
+    "keys of two CTAs": (Case((128 * 9 + 3, 300, 5), (20, 40, 5), group=3, kv_heads=2, splits=2, sinks=True), 3),
+    "keys of five CTAs": (Case((128 * 7 + 3, 128, 0), (130, 64, 0), group=1, splits=5, dtype=torch.float16), 4),
+    "keys of more CTAs than pages": (Case((300, 140), (9, 16), group=2, dim=128, splits=4, consumers=1, recipe=PRECISE), 3),
+    "keys of three CTAs, window, 256 channels": (Case((128 * 6 + 70,), (30,), left=300, dim=256, splits=3), 2),
+    "keys of two CTAs, soft cap": (Case((128 * 5,), (30,), softcap=3.0, group=1, splits=2), 2),
+    "packed, keys of three CTAs": (Case((128 * 6, 0, 200, 5), (20, 0, 13, 5), group=3, kv_heads=2, packed=True, behind=5, splits=3, sinks=True), 3),
+    "packed, keys of two CTAs, window": (Case((128 * 6 + 3, 300), (150, 64), left=200, packed=True, splits=2), 3),
     "two consumers": (Case((300, 200, 5), (200, 150, 2), consumers=2), 2),
     "two consumers, 128 channels, int8": (Case((450, 140), (200, 140), dim=128, recipe=PRECISE, consumers=2), 1),
     "packed, two consumers, 128 channels": (Case((420, 0, 5, 300), (250, 0, 5, 300), dim=128, packed=True, behind=7, consumers=2), 2),
@@ -298,8 +314,9 @@ def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: t
     monkeypatch.setattr(run, "_decoded", filled)
     sms, expected = dataclasses.replace(H100, sm_count=3), pages.attend_paged(call)[0]
     by_decode = run.attend_to_pages(call, sms, torch.float32, few)
-    table = varlen.table_of_rows(call, prefill.tile_of(call, prefill.config_of(call, sms)), few, device_of(of_batches))
-    by_prefill = run.prefill_from_pages(call, sms, torch.float32, table, tuple(torch.full_like(x, unwritten) for x in by_decode))
+    tiling = prefill.Tiling.of(call, sms, may_split=False)
+    table = varlen.table_of_rows(call, tiling.tile, few, device_of(of_batches))
+    by_prefill = run.prefill_from_pages(call, sms, tiling, torch.float32, table, tuple(torch.full_like(x, unwritten) for x in by_decode))
     for count, (begin, end) in zip(MIXED.counts, itertools.pairwise(starts), strict=True):
         mine, other = (by_decode, by_prefill) if count <= few else (by_prefill, by_decode)
         torch.testing.assert_close(mine[0][begin:end], expected[begin:end], atol=0.2, rtol=0.1)
@@ -514,9 +531,18 @@ UNIT_MUTANTS = {
     "queries in half precision of the first head": ("tile/paged_tiles.h", "of(i, first.head + i,", "of(i, first.head,"),
     "short units of one head": ("tile/paged_tiles.h", "return head + (row >> unit_log);", "return head;"),
     "short units with the rows of others": ("tile/paged_tiles.h", "(row & (1 << unit_log) - 1)", "row"),
-    "outputs of heads that aren't there": ("prefill_rows.h", "if (head >= tile.heads_end) return;", ""),
 }
 """Of tiles whose rows are those of several heads."""
+
+SPLIT_MUTANTS = {
+    "pages of all splits": ("tile/paged_tiles.h", "to.first_page = first_page + every * split / splits,", "to.first_page = first_page,"),
+    "own pages in each split": ("tile/paged_tiles.h", "if (tile.is_last) first_half", "first_half"),
+    "sinks in each split": ("prefill_rows.h", "!tile.is_last || ", ""),
+    "sums of another split": ("prefill_rows.h", "2 * split * rows + row", "split * rows + row"),
+    "outputs of the first split": ("prefill_rows.h", "tile.split * batches + batch, head", "batch, head"),
+    "a split too few": ("tile/paged_tiles.h", "position >= tiles * heads * splits", "position >= tiles * heads"),
+}
+"""Of CTAs that split keys."""
 
 INT8_MUTANTS = {
     "start not subtracted": ("tile/page_softmax.h", "__float_as_int(s) - START<DIM>", "__float_as_int(s)"),
@@ -525,7 +551,7 @@ INT8_MUTANTS = {
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *PACKED_MUTANTS.values(), *UNIT_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *PACKED_MUTANTS.values(), *UNIT_MUTANTS.values(), *SPLIT_MUTANTS.values()])
 
 
 MUTANT_CASES = (
@@ -539,7 +565,10 @@ MUTANT_CASES = (
 )
 
 
+SPLIT_CASE = Case((128 * 9 + 3, 300, 5), (20, 40, 5), group=3, kv_heads=2, splits=2, sinks=True), 3
+
 UNIT_CASES = (
+    (Case((300, 200), (200, 130), kv_heads=2), 2),
     (Case((300, 200, 70), (130, 64, 65), group=3, kv_heads=2), 2),
     (Case((300, 200, 15, 5), (16, 13, 15, 0), group=6, kv_heads=2, sinks=True), 2),
     (Case((300,), (30,), group=3, kv_heads=2, consumers=1), 2),
@@ -551,14 +580,14 @@ PACKED_CASE = Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, beh
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS, *PACKED_MUTANTS, *UNIT_MUTANTS))
+@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS, *PACKED_MUTANTS, *UNIT_MUTANTS, *SPLIT_MUTANTS))
 def test_mutant_is_seen(name: str) -> None:
     cases = [(dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)] if name in INT8_MUTANTS else MUTANT_CASES
-    cases = [PACKED_CASE] if name in PACKED_MUTANTS else UNIT_CASES if name in UNIT_MUTANTS else cases
+    cases = [PACKED_CASE] if name in PACKED_MUTANTS else UNIT_CASES if name in UNIT_MUTANTS else [SPLIT_CASE] if name in SPLIT_MUTANTS else cases
 
     def check_all() -> None:
         for case, sms in cases:
-            library = emulation.prefiller(config_of(case), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS | UNIT_MUTANTS)[name])
+            library = emulation.prefiller(config_of(case), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS | UNIT_MUTANTS | SPLIT_MUTANTS)[name])
             check(library, case, torch.device("cpu"), sms)
 
     with pytest.raises(AssertionError):
@@ -566,7 +595,7 @@ def test_mutant_is_seen(name: str) -> None:
 
 
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
-    for case, sms in (*MUTANT_CASES, *UNIT_CASES, PACKED_CASE, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
+    for case, sms in (*MUTANT_CASES, *UNIT_CASES, SPLIT_CASE, PACKED_CASE, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
         check(library_of(backend, case), case, place_of(backend, device), sms)
 
 
@@ -608,8 +637,8 @@ def test_unsupported_calls_say_why() -> None:
     ),
 )
 def test_tiles_are_as_large_as_leaves_no_sm_idle(dim: int, heads: int, queries: int, consumers: int, packed: bool) -> None:
-    counts = prefill.QueryCounts(1, queries, queries if packed else None, heads, 8)
-    chosen = prefill.choose(counts, dim, "int8", H100)
+    work = prefill.Work(1, queries, queries if packed else None, heads, 8, 0)
+    chosen = prefill.choose(work, dim, "int8", H100)
     assert (chosen.head_dim, chosen.consumers, chosen.int8, chosen.packed) == (dim, consumers, True, packed)
 
 
@@ -619,58 +648,62 @@ def test_a_short_unit_has_all_queries_of_a_head(most: int, unit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "counts, rows, tiles",
+    "work, rows, tiles",
     (
-        (prefill.QueryCounts(2, 130, None, 8, 4), 64, 2 * 4 * 6),
-        (prefill.QueryCounts(2, 130, None, 8, 4), 128, 2 * 4 * 3),
-        (prefill.QueryCounts(2, 130, None, 6, 2), 128, 2 * 2 * 5),
-        (prefill.QueryCounts(3, 16, None, 12, 2), 64, 3 * 2 * 2),  # four heads of 16 rows, and two
-        (prefill.QueryCounts(3, 16, None, 12, 2), 128, 3 * 2),
-        (prefill.QueryCounts(3, 20, None, 6, 2), 64, 3 * 2 * 2),
-        (prefill.QueryCounts(3, 130, 390, 8, 4), 128, 3 * 4 * 3),  # packed, all rows have the most
-        (prefill.QueryCounts(3, 1000, 1100, 8, 4), 128, 4 * (18 + 3)),
+        (prefill.Work(2, 130, None, 8, 4, 0), 64, 2 * 4 * 6),
+        (prefill.Work(2, 130, None, 8, 4, 0), 128, 2 * 4 * 3),
+        (prefill.Work(2, 130, None, 6, 2, 0), 128, 2 * 2 * 5),
+        (prefill.Work(3, 16, None, 12, 2, 0), 64, 3 * 2 * 2),  # four heads of 16 rows, and two
+        (prefill.Work(3, 16, None, 12, 2, 0), 128, 3 * 2),
+        (prefill.Work(3, 20, None, 6, 2, 0), 64, 3 * 2 * 2),
+        (prefill.Work(3, 130, 390, 8, 4, 0), 128, 3 * 4 * 3),  # packed, all rows have the most
+        (prefill.Work(3, 1000, 1100, 8, 4, 0), 128, 4 * (18 + 3)),
     ),
 )
-def test_numbers_of_tiles(counts: prefill.QueryCounts, rows: int, tiles: int) -> None:
-    assert counts.tiles(rows) == tiles
+def test_numbers_of_tiles(work: prefill.Work, rows: int, tiles: int) -> None:
+    assert work.tiles(rows) == tiles
 
 
 @pytest.mark.parametrize(
-    "counts, pages, faster",
+    "work, rows, splits",
     (
-        (prefill.QueryCounts(1, 64, None, 32, 8), 8192, True),  # 32 tiles of 132 SMs
-        (prefill.QueryCounts(1, 32, None, 32, 8), 8192, False),  # 16, of which each has many keys
-        (prefill.QueryCounts(1, 32, None, 32, 8), 264, True),
-        (prefill.QueryCounts(4, 8, None, 32, 8), 8192, True),
+        (prefill.Work(1, 16, None, 32, 8, 256), 64, 16),  # 8 tiles
+        (prefill.Work(1, 16, None, 32, 8, 64), 64, 8),  # of few keys
+        (prefill.Work(1, 16, None, 32, 8, 15), 64, 1),
+        (prefill.Work(1, 64, None, 32, 8, 256), 64, 4),
+        (prefill.Work(1, 64, None, 32, 8, 256), 128, 8),
+        (prefill.Work(32, 64, None, 32, 8, 256), 128, 1),
     ),
 )
-def test_few_tiles_with_many_keys_are_left_to_triton(counts: prefill.QueryCounts, pages: int, faster: bool) -> None:
-    assert prefill.is_faster(counts, pages, H100) == faster
+def test_keys_are_split_where_sms_would_be_idle(work: prefill.Work, rows: int, splits: int) -> None:
+    assert work.splits(rows, H100) == splits
+
+
+def test_a_window_has_few_keys_to_split() -> None:
+    call = Case((128 * 40,), (20,), left=300).call(torch.device("cpu"))
+    assert prefill.Work.of(call).pages == 4 and prefill.Work.of(dataclasses.replace(call, window=(-1, 0))).pages == 41
 
 
 @pytest.mark.parametrize(
-    "queries, new, required, few_keys, expected",
+    "options, required, expected",
     (
-        (200, True, False, True, "prefill"),
-        (200, True, False, False, None),
-        (200, True, True, False, "prefill"),
-        (4, False, False, False, "decode"),
-        (4, False, True, False, "decode"),
-        (20, False, False, True, "prefill"),
-        (20, False, True, True, "prefill"),
-        (20, False, False, False, None),
-        (20, False, True, False, "decode"),
-        (65, False, True, False, "prefill"),
+        (dict(counts=(200,)), False, "prefill"),
+        (dict(counts=(200,)), True, "prefill"),
+        (dict(counts=(4,), new=False), False, "decode"),
+        (dict(counts=(4,), new=False), True, "decode"),
+        (dict(counts=(4,)), False, "prefill"),
+        (dict(counts=(20,), new=False), False, "prefill"),
+        (dict(counts=(20,), new=False), True, "prefill"),
+        (dict(counts=(3,), new=False, group=16), False, "decode"),
+        (dict(counts=(4,), new=False, group=16), False, "prefill"),
+        (dict(counts=(20,), new=False, recipe=Recipe(rotate=0)), False, "decode"),
+        (dict(counts=(20,), recipe=Recipe(rotate=0)), False, None),
     ),
 )
-def test_which_kernel_a_call_gets(
-    queries: int, new: bool, required: bool, few_keys: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    call = Case((300,), (queries,), new=new).call(torch.device("cpu"))
+def test_which_kernel_a_call_gets(options: dict, required: bool, expected: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case((300,), **options).call(torch.device("cpu"))
     monkeypatch.setattr(paged_ops, "device_of", lambda _: H100)
     monkeypatch.setattr(build, "unavailable", lambda *_: None)
-    if not few_keys:
-        monkeypatch.setattr(prefill, "MOST_PAGES", 0)
     for name, function in (("decode", "attend_to_pages"), ("prefill", "prefill_from_pages")):
         monkeypatch.setattr(run, function, lambda *_, name=name: name)
     assert paged_ops._by_cuda("cuda" if required else "auto", call, torch.float32) == expected

@@ -683,7 +683,9 @@ def prefill_params(numbers, softmax_scale: float, softcap: float, tokens, storag
     dim = q.size(3)
     tensors = dict(q=q, k=k, v=v, v_scale=v_scale, v_mean=v_mean, out=out, lse=lse, counter=counter, sinks=sinks)
     call = _params_of(tensors | dict(lse_mean=k_mean, tile_table=tile_table), softmax_scale, 0)
-    call.k_scale, call.value_dim, call.heads_in_l2 = k_scale.data_ptr(), dim, numbers[0]
+    call.k_scale, call.value_dim, call.heads_in_l2, call.key_splits = k_scale.data_ptr(), dim, numbers[0], numbers[4]
+    if call.key_splits > 1:
+        call.part_rows, call.lse = call.lse, None
     call.softcap, call.inverse_softcap = softcap, 1.0 / softcap if softcap else torch.inf
     maps = (
         _rows_map(q, 1 << numbers[3], 128),
@@ -702,7 +704,7 @@ def prefill_params(numbers, softmax_scale: float, softcap: float, tokens, storag
         if x is not None:
             setattr(p, f"{name}_strides", (ctypes.c_int64 * 3)(*x.stride()[:3]))
     p.table_stride, p.table_width, p.every_page, p.every_sequence = table.stride(0), table.size(1), k.size(0), recent_k.size(0)
-    p.left, p.most, p.unit_log = numbers[1:]
+    p.left, p.most, p.unit_log = numbers[1:4]
     described = b"".join(maps) + bytes(call)
     of_new = [bytes(MAP) if x is None else _rows_map(x, KEYS // 2, 128) for x in (new_k, new_v)]
     # tensor maps, and so Params, are aligned to the size of one

@@ -272,6 +272,9 @@ def prefill_library(told: Told) -> build.Library:
     return build.Library(told.library.operators, dict.fromkeys(prefill.INSTANCES, *{*told.library.launchers.values()}))
 
 
+FEW_SMS = dataclasses.replace(H100, sm_count=20)
+
+
 def recorded_prefill(recorder: Recorder, size: int) -> bytes:
     """PrefillParams of the last launch, without the padding behind them."""
     buffer = ctypes.create_string_buffer(recorder.library.prefill_params_size())
@@ -288,10 +291,22 @@ def test_params_of_prefill_are_as_described(recorder: Recorder, dtype: torch.dty
         assert prefill.unsupported_call(call, H100) is None
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(build, "load_with", lambda *_: prefill_library(told))
-            out, lse = run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32)
+            out, lse = run.prefill_from_pages(call, FEW_SMS, prefill.Tiling.of(call, FEW_SMS), torch.float32)
         assert out.shape == call.q.shape and out.is_contiguous() and lse.shape == (3, 8, 130)
         expected = emulation.prefill_params(*told.arguments[2:])
         assert told.arguments[1] == 20 and recorded_prefill(recorder, len(expected)) == expected
+
+
+def test_params_of_prefill_with_split_keys(recorder: Recorder) -> None:
+    told, call = Told(recorder, "prefill", "record_prefill"), prefill_call(torch.bfloat16, 128, True, {})
+    tiling = dataclasses.replace(prefill.Tiling.of(call, FEW_SMS), splits=3)
+    parts = torch.empty(3, *call.q.shape), torch.empty(3, 2, 3 * 8 * 130)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "load_with", lambda *_: prefill_library(told))
+        assert run.prefill_from_pages(call, FEW_SMS, tiling, torch.bfloat16, None, parts) == parts
+    expected = emulation.prefill_params(*told.arguments[2:])
+    assert recorded_prefill(recorder, len(expected)) == expected
+    assert expected.count(parts[1].data_ptr().to_bytes(8, "little")) == 1
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -312,7 +327,7 @@ def test_a_plan_repeats_prefill(recorder: Recorder, packed: bool) -> None:
         q, k, v, sinks, table, lengths, counts, sequences, tile_table, *storage = inputs
         batch = fp8attn.PagedBatch(table, lengths, counts, sequences, cu_seqlens=lengths if packed else None)
         call = PagedCall(q, Storage.of(storage), (k, v), batch, fp8attn.Recipe(), 0.1, (99, 0), 30.0, sinks)
-        return run.prefill_from_pages(call, dataclasses.replace(H100, sm_count=20), torch.float32, tile_table)
+        return run.prefill_from_pages(call, FEW_SMS, prefill.Tiling.of(call, FEW_SMS), torch.float32, tile_table)
 
     number = (1 << 41) + 2 + packed
     with pytest.MonkeyPatch.context() as patch:

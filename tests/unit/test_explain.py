@@ -96,8 +96,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_run, "forward", lambda call, device, config, **_: of_call("cuda", config, call))
     monkeypatch.setattr(cuda_run, "forward_from_fp16", lambda p, device, launch: seen.attend(
         "cuda", launch.config, p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
-    monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, out_dtype: seen.attend(
-        "cuda", prefill.config_of(call, device), call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
+    monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, tiling, out_dtype, *_: seen.attend(
+        "cuda", tiling.config, call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
     monkeypatch.setattr(early, "forward_when_ready", when_ready)
     monkeypatch.setattr(cuda_run, "library_of", lambda *_: SimpleNamespace(launchers=collections.defaultdict(int)))
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
@@ -327,9 +327,8 @@ def test_decode_steps_beside_prompts(
 def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_ops, "asks_cuda", lambda backend, device: backend in ("auto", "cuda"))
     monkeypatch.setattr(paged_ops, "runs_kernels", lambda backend, device: True)
-    monkeypatch.setattr(prefill, "MOST_PAGES", 0)
     for call, options, reason in (
-        (cache_call("KVCache", 20), {}, "cuda: the prefill kernel is slower than Triton's in a call like this"),
+        (cache_call("KVCache", 20, torch.float32), {}, "cuda: query is torch.float32"),
         (cache_call("e4m3", 40), {}, "cuda: query has shape (2, 8, 40, 64)"),
         (cache_call("e4m3", 1, dim=40), {}, "cuda: head dims are [40]"),
         (cache_call("e4m3", 1, torch.float32), {}, "cuda: query is torch.float32"),

@@ -16,14 +16,17 @@ struct Units {
 };
 
 // A tile, of a row of the batch: `head` and `first_row` are those of its first unit. It attends to complete pages, in
-// FP8, then to blocks of tokens in half precision. Rows from `count` on are no tokens.
+// FP8, then to blocks of tokens in half precision. Rows from `count` on are no tokens. Where CTAs split keys, a tile
+// has the pages of its split, and the last split has the blocks.
 template <int CONSUMERS>
 struct PagedTile : Tile {
   int heads_end;                  // one past the last of the query heads that share the keys
   int sequence, start, count;     // number of the sequence, position of query 0, number of queries that are tokens
   int first_page, pages;          // its rows see no page before first_page, and none from `pages` on
   int first_half, halves;         // blocks that its rows see; `first_half` counts from the start of the sequence
+  int split;
   bool has_sequence;              // whether the number is in range; rows are NaN if it isn't
+  bool is_last;                   // the last split
   Units consumers[CONSUMERS];
 
   // Of a query that is a token.
@@ -80,11 +83,12 @@ struct PagedTileSchedule : Schedule {
   // not see: consumers wait for the last block to know the next tile.
   template <typename PageTile>
   __device__ void write(PageTile& to, int position) const {
-    const int heads = p.kv_heads * (PACKED ? 1 : p.batches);
-    if (position >= tiles * heads) {
+    const int heads = p.kv_heads * (PACKED ? 1 : p.batches), splits = p.key_splits;
+    if (position >= tiles * heads * splits) {
       static_cast<Tile&>(to) = none();
       return;
     }
+    to.split = position % splits, position /= splits;
     const int group = p.heads_in_l2 / sharing(), first = position / (group * tiles) * group, inside = position % (group * tiles);
     const int together = min(group, heads - first), kv_head = first + inside % together, index = inside / together;
     if constexpr (PACKED) {
@@ -130,7 +134,10 @@ struct PagedTileSchedule : Schedule {
       first_half = (start + tile.first_row) / KEYS * HALVES;
       halves = (start + last) / HALF_BLOCK + 1 - first_half;
     }
-    to.first_page = first_page, to.pages = pages, to.first_half = first_half, to.halves = halves;
+    const int splits = p.key_splits, split = to.split, every = pages - first_page;
+    to.first_page = first_page + every * split / splits, to.pages = first_page + every * (split + 1) / splits;
+    to.is_last = split == splits - 1;
+    to.first_half = first_half, to.halves = to.is_last ? halves : 1;
   }
 };
 
@@ -150,7 +157,7 @@ struct PagedRowRange {
     seen = min(last / KEYS, tile.pages), whole = tile.position(first_row) / KEYS;
     begin = min(first_key_of(p, tile.position(first_row)) / KEYS, min(p.table_width, seen));
     edge = min((first_key_of(p, last) + KEYS - 1) / KEYS, p.table_width + 1);
-    first_half = whole * HALVES, end_half = last / HALF_BLOCK + 1;
+    if (tile.is_last) first_half = whole * HALVES, end_half = last / HALF_BLOCK + 1;
   }
 
   // The query head of a row, and its query.
