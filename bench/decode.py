@@ -93,6 +93,8 @@ CASES = (
     DecodeCase("32 × 4k 64/8 D64", (4096,) * 32, q_heads=64, dim=64),
     DecodeCase("16 × 4k 16/8 D256", (4096,) * 16, q_heads=16, dim=256),
     DecodeCase("32 × 4k 4 queries", (4096,) * 32, queries=4),
+    DecodeCase("32 × 4k 16 queries", (4096,) * 32, queries=16),
+    DecodeCase("1 × 32k 16 queries", (32768,), queries=16),
 )
 
 
@@ -105,6 +107,9 @@ PREFILL = (
     DecodeCase("prefill 16k D64", (16384,), 32, 32, 64, queries=16384),
     DecodeCase("prefill 16k D256", (16384,), 8, 8, 256, queries=16384),
     DecodeCase("chunk of 2k, 64k 32/8", (65536,), queries=2048),
+    # turns of a chat
+    DecodeCase("chunk of 100, 32k 32/8", (32768,), queries=100),
+    DecodeCase("32 chunks of 100, 4k 32/8", (4096,) * 32, queries=100),
     # layers of Mistral 7B, Gemma 3 12B and gpt-oss
     DecodeCase("prefill 16k 32/8, window 4k", (16384,), queries=16384, window=4095),
     DecodeCase("prefill 16k 16/8 D256, window 1k", (16384,), 16, 8, 256, queries=16384, window=1023),

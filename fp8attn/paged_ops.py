@@ -104,14 +104,14 @@ def unsupported_decode(call: PagedCall) -> str | None:
 def unsupported_prefill(call: PagedCall) -> str | None:
     """The same of the CUDA kernel for many queries."""
     device = device_of(call.q.device)
-    return prefill.unsupported_call(call, device) or build.unavailable(prefill.Tiling.of(call, device).config, device.arch)
+    # instances of one library
+    return prefill.unsupported_call(call, device) or build.unavailable(prefill.smallest(call), device.arch)
 
 
 def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel for many queries. The decode kernel attends to packed rows of few ones."""
-    few = few_queries(call)
+    few, tiling = few_queries(call), tiling_of(call, device)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
-    tiling = prefill.Tiling.of(call, device, may_split=not few)
     table = None if call.packed is None else triton_kernels.varlen.table_of_rows(call, tiling.tile, few, device)
     if tiling.splits == 1:
         return cuda_run.prefill_from_pages(call, device, tiling, out_dtype, table, results)
@@ -119,6 +119,12 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
     cuda_run.prefill_from_pages(call, device, tiling, out_dtype, table, outputs.parts())
     outputs.combine(call.q.shape[-1])
     return outputs.out, outputs.lse
+
+
+def tiling_of(call: PagedCall, device: Device) -> prefill.Tiling:
+    """How the kernel for many queries runs a call. Where some rows are the decode kernel's, the keys of the others are
+    not split: the output has both."""
+    return prefill.Tiling.of(call, device, may_split=not few_queries(call))
 
 
 def few_queries(call: PagedCall) -> int:
@@ -183,7 +189,7 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
     by_prefill, by_decode = unsupported_prefill(call), None
-    tiling = None if by_prefill else prefill.Tiling.of(call, device_of(call.q.device))
+    tiling = None if by_prefill else tiling_of(call, device_of(call.q.device))
     if call.new is None and (tiling is None or decode.is_faster(call.q, call.storage, call.batch, tiling.splits > 1)):
         by_decode = unsupported_decode(call)
         if by_decode is None:

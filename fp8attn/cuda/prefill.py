@@ -129,6 +129,12 @@ def able(dim: int, qk: ProductType, packed: bool, capped: bool = False) -> dict[
     return {replace(config, **variant): speed for config, speed in SPEEDS.items() if config.head_dim == dim}
 
 
+def smallest(call: PagedCall) -> PrefillConfig:
+    """The smallest instance for a call."""
+    instances = able(call.q.shape[-1], call.recipe.qk, call.batch.cu_seqlens is not None, call.softcap > 0)
+    return min(instances, key=lambda config: config.consumers)
+
+
 def unit_of(most: int) -> int:
     """Rows of a unit where a row of the batch has at most so many queries: those of a short unit have all of them."""
     return next((rows for rows in UNITS if rows >= most), ROWS)
