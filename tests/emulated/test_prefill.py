@@ -459,7 +459,7 @@ MUTANTS = {
     ),
     "pages before the tile's first one counted": ("prefill_producer.h", "ring.stage + tile.pages - tile.first_page;", "ring.stage + tile.pages;"),
     "sink of the first head": ("prefill_rows.h", "p.sinks[head]", "p.sinks[0]"),
-    "no sink in the LSE": ("prefill_rows.h", "(limit[r] + log2f(l[r]))", "(rows.softmax.limit[r] + log2f(rows.softmax.l[r]))"),
+    "no sink in the LSE": ("prefill_rows.h", "limit[r] + log2f(l[r]);", "rows.softmax.limit[r] + log2f(rows.softmax.l[r]);"),
     "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
     "new tokens one too early": ("prefill_producer.h", "is_new = token >= edge", "is_new = token > edge"),
     "page of another head": ("prefill_producer.h", "number * p.kv_heads + tile.kv_head : nowhere", "number * p.kv_heads : nowhere"),
@@ -518,6 +518,7 @@ PACKED_MUTANTS = {
     "all packed queries are the row's": ("tile/paged_tiles.h", "BatchRow row(params, batch, rows);", "BatchRow row(params, batch, p.q_length);"),
     "a tile twice, and the last one never": ("tile/paged_tiles.h", "(1 + index) * TILE_PITCH", "max(index, 1) * TILE_PITCH"),
     "queries of no row stay": ("prefill_producer.h", "query = p.tile_table[int(TableHeader::end)] + blockIdx.x", "query = p.q_length"),
+    "what grids before write read too early": ("prefill.cuh", "ptx::wait_for_grids_before();  // one of which writes lengths", ""),
     "one head of a group": ("tile/paged_tiles.h", "kv_head = first + inside % together,", "kv_head = first,"),
 }
 """Of packed queries."""
@@ -540,7 +541,7 @@ SPLIT_MUTANTS = {
     "sinks in each split": ("prefill_rows.h", "!tile.is_last || ", ""),
     "sums of another split": ("prefill_rows.h", "2 * split * rows + row", "split * rows + row"),
     "outputs of the first split": ("prefill_rows.h", "tile.split * batches + batch, head", "batch, head"),
-    "a split too few": ("tile/paged_tiles.h", "position >= tiles * heads * splits", "position >= tiles * heads"),
+    "a split too few": ("tile/paged_tiles.h", "position >= every * heads * splits", "position >= every * heads"),
 }
 """Of CTAs that split keys."""
 

@@ -925,8 +925,13 @@ def tensors_decoder(config: decode_tensors.DecodeTensorsConfig, *mutations: Muta
 
 
 def _prefill(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
-    """binding.cpp's prefill."""
+    """binding.cpp's prefill. The kernel finds zeros where grids before write, until it waits for them."""
     described = prefill_params(*arguments)
+    _, lengths, *_, tile_table = arguments[-2]
+    late = [(x, x.clone()) for x in (lengths, tile_table) if x is not None]
+    for i, (x, written) in enumerate(late):
+        x.zero_()
+        library.keep_back(i, ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(written.data_ptr()), ctypes.c_size_t(x.nbytes))
     assert library.prefill(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 

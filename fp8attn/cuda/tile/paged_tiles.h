@@ -72,24 +72,20 @@ template <int CONSUMERS, bool PACKED>
 struct PagedTileSchedule : Schedule {
   const PrefillParams& params;
 
-  __device__ explicit PagedTileSchedule(const PrefillParams& its_params) : Schedule(its_params.call, 1 << its_params.unit_log), params(its_params) {
-    if constexpr (PACKED)
-      tiles = p.tile_table[int(TableHeader::tiles)];
-    else
-      tiles = (tiles * sharing() + units() - 1) / units();
-  }
+  // Hazard: it may be made before the grids before have completed, one of which writes the table.
+  __device__ explicit PagedTileSchedule(const PrefillParams& its_params) : Schedule(its_params.call, 1 << its_params.unit_log), params(its_params) {}
 
   // Writes the tile at a position; none() after the last. Every tile has a block in half precision, which its rows may
   // not see: consumers wait for the last block to know the next tile.
   template <typename PageTile>
   __device__ void write(PageTile& to, int position) const {
-    const int heads = p.kv_heads * (PACKED ? 1 : p.batches), splits = p.key_splits;
-    if (position >= tiles * heads * splits) {
+    const int heads = p.kv_heads * (PACKED ? 1 : p.batches), splits = p.key_splits, every = tiles_of_head();
+    if (position >= every * heads * splits) {
       static_cast<Tile&>(to) = none();
       return;
     }
     to.split = position % splits, position /= splits;
-    const int group = p.heads_in_l2 / sharing(), first = position / (group * tiles) * group, inside = position % (group * tiles);
+    const int group = p.heads_in_l2 / sharing(), first = position / (group * every) * group, inside = position % (group * every);
     const int together = min(group, heads - first), kv_head = first + inside % together, index = inside / together;
     if constexpr (PACKED) {
       const int* entry = p.tile_table + int64_t(1 + index) * TILE_PITCH;  // the first is behind the header
@@ -100,12 +96,13 @@ struct PagedTileSchedule : Schedule {
       row.exists = row.exists && rows <= params.most;
       write_of_row(to, {batch, field(TileField::head), kv_head, field(TileField::first_row)}, row);
     } else {
-      const int unit = (tiles - 1 - index) * units(), batch = kv_head / p.kv_heads;
+      const int unit = (every - 1 - index) * units(), batch = kv_head / p.kv_heads;
       write_of_row(to, {batch, unit % sharing(), kv_head % p.kv_heads, unit / sharing() * tile_rows}, BatchRow(params, batch, p.q_length));
     }
   }
 
  private:
+  __device__ int tiles_of_head() const { return PACKED ? p.tile_table[int(TableHeader::tiles)] : (tiles * sharing() + units() - 1) / units(); }
   __device__ int sharing() const { return p.q_heads / p.kv_heads; }
   __device__ int units() const { return CONSUMERS * ROWS >> params.unit_log; }
 
