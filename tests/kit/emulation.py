@@ -775,6 +775,17 @@ def tensor_maps(a: ForwardArguments) -> bytes:
     return _rows_map(a.q, a.rows, a.panel) + _rows_map(a.k, a.keys, a.panel) + of_v + _rows_map(a.out, OUTPUT_ROWS, OUTPUT_BYTES) + of_mask
 
 
+@contextlib.contextmanager
+def kept_back(library: ctypes.CDLL, *written: torch.Tensor | None) -> Iterator[None]:
+    """What grids before write: the kernel finds zeros until it waits for them."""
+    contents = [(x, x.clone()) for x in written if x is not None and x.is_contiguous()]
+    for x, content in contents:
+        x.zero_()
+        library.keep_back(ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(content.data_ptr()), ctypes.c_size_t(x.nbytes))
+    yield
+    assert all(bool(x.any()) == bool(content.any()) for x, content in contents), "the kernel did not wait for the grids before"
+
+
 def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
     assert library.forward(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
@@ -793,7 +804,8 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
         blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
         room = torch.full((4 * p.mask_rows * blocks + -(-blocks // 4),), 0x55555555, dtype=torch.int32)
         p.mask_bits, p.block_mask = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
-    _run(library, tensor_maps(a) + bytes(p), a.ctas)
+    with kept_back(library, a.tile_table):
+        _run(library, tensor_maps(a) + bytes(p), a.ctas)
 
 
 def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
@@ -903,7 +915,9 @@ def unsmoother(*mutations: Mutation) -> build.Library:
 def _decode(library: ctypes.CDLL, launcher: int, *arguments) -> None:
     """binding.cpp's decode."""
     p = decode_params(*arguments)
-    assert library.decode(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernels don't come to an end"
+    table, lengths, *_ = arguments[-2]
+    with kept_back(library, table, lengths):
+        assert library.decode(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernels don't come to an end"
 
 
 def decoder(config: decode.DecodeConfig, *mutations: Mutation) -> build.Library:
@@ -925,14 +939,11 @@ def tensors_decoder(config: decode_tensors.DecodeTensorsConfig, *mutations: Muta
 
 
 def _prefill(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
-    """binding.cpp's prefill. The kernel finds zeros where grids before write, until it waits for them."""
+    """binding.cpp's prefill."""
     described = prefill_params(*arguments)
     _, lengths, *_, tile_table = arguments[-2]
-    late = [(x, x.clone()) for x in (lengths, tile_table) if x is not None]
-    for i, (x, written) in enumerate(late):
-        x.zero_()
-        library.keep_back(i, ctypes.c_void_p(x.data_ptr()), ctypes.c_void_p(written.data_ptr()), ctypes.c_size_t(x.nbytes))
-    assert library.prefill(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
+    with kept_back(library, lengths, tile_table):
+        assert library.prefill(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
 def prefiller(config: prefill.PrefillConfig, *mutations: Mutation) -> build.Library:

@@ -12,6 +12,3 @@ extern "C" bool prefill(const void* params, int bytes, int ctas) {
   cta::may_hold_large_numbers = false;
   return cta::run(p.call.half ? fp8attn::prefill<Instance, __half> : fp8attn::prefill<Instance, __nv_bfloat16>, p, ctas, PrefillShape<Instance::config>::threads, 1, patience);
 }
-
-// The kernel finds `from` at `to` once it waits for the grids before.
-extern "C" void keep_back(int i, void* to, const void* from, size_t bytes) { fp8attn::ptx::late[i] = {to, from, bytes}; }
