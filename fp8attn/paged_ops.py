@@ -110,7 +110,8 @@ def unsupported_prefill(call: PagedCall) -> str | None:
 
 def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention by the kernel for many queries. The decode kernel attends to packed rows of few ones."""
-    few, tiling = few_queries(call), tiling_of(call, device)
+    few = few_queries(call)
+    tiling = tiling_of(call, device, few)
     results = cuda_run.attend_to_pages(call, device, out_dtype, few) if few else None
     table = None if call.packed is None else triton_kernels.varlen.table_of_rows(call, tiling.tile, few, device)
     if tiling.splits == 1:
@@ -121,10 +122,10 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
     return outputs.out, outputs.lse
 
 
-def tiling_of(call: PagedCall, device: Device) -> prefill.Tiling:
-    """How the kernel for many queries runs a call. Where some rows are the decode kernel's, the keys of the others are
-    not split: the output has both."""
-    return prefill.Tiling.of(call, device, may_split=not few_queries(call))
+def tiling_of(call: PagedCall, device: Device, few: int) -> prefill.Tiling:
+    """How the kernel for many queries runs a call. Where some rows are the decode kernel's, those of at most `few`
+    queries, the keys of the others are not split: the output has both."""
+    return prefill.Tiling.of(call, device, may_split=not few)
 
 
 def few_queries(call: PagedCall) -> int:
@@ -189,7 +190,7 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
     by_prefill, by_decode = unsupported_prefill(call), None
-    tiling = None if by_prefill else tiling_of(call, device_of(call.q.device))
+    tiling = None if by_prefill else tiling_of(call, device_of(call.q.device), few_queries(call))
     if call.new is None and (tiling is None or decode.is_faster(call.q, call.storage, call.batch, tiling.splits > 1)):
         by_decode = unsupported_decode(call)
         if by_decode is None:
