@@ -189,14 +189,22 @@ def plan_attention(backend: str, call: PagedCall) -> Attending | list[str]:
     Raises:
         BackendUnavailable: the backend is `cuda`, and none supports the call.
     """
-    by_prefill, by_decode = unsupported_prefill(call), None
-    tiling = None if by_prefill else tiling_of(call, device_of(call.q.device), few_queries(call))
-    if call.new is None and (tiling is None or decode.is_faster(call.q, call.storage, call.batch, tiling.splits > 1)):
-        by_decode = unsupported_decode(call)
-        if by_decode is None:
-            return Attending("decode", decode.choose(call.storage, call.scoring), cuda_run.attend_to_pages)
-    if tiling is not None:
-        return Attending("prefill", tiling.config, _prefill)
+    by_decode = unsupported_decode(call) if call.new is None else None
+    may_decode = call.new is None and by_decode is None
+
+    def decodes_faster(splits: bool) -> bool:
+        return may_decode and decode.is_faster(call.q, call.storage, call.batch, splits)
+
+    by_prefill = None
+    if not decodes_faster(True):  # a decode step doesn't ask how prefill would run it
+        by_prefill = unsupported_prefill(call)
+        if by_prefill is None:
+            device = device_of(call.q.device)
+            tiling = tiling_of(call, device, few_queries(call))
+            if tiling.splits > 1 or not decodes_faster(False):
+                return Attending("prefill", tiling.config, _prefill)
+    if may_decode:
+        return Attending("decode", decode.choose(call.storage, call.scoring), cuda_run.attend_to_pages)
     reasons = [*dict.fromkeys(reason for reason in (by_decode, by_prefill) if reason is not None)]
     if backend == "cuda":
         raise BackendUnavailable(f"cuda: {'; '.join(reasons)}; use backend='triton' or 'auto'")
