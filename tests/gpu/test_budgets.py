@@ -185,7 +185,7 @@ def check_decode(report: str, config: DecodeConfig | DecodeTensorsConfig, most_s
     assert config.ctas * (config.shared_bytes + RESERVED_SHARED) <= SHARED_MEMORY[90] + RESERVED_SHARED
 
 
-STACK_OF_PREFILL = {(64, False): (0, 8), (128, False): (24, 40), (128, True): (32, 48), (256, False): (24, 24), (256, True): (24, 24)}
+STACK_OF_PREFILL = {(64, True): (0, 8), (128, False): (24, 40), (128, True): (32, 48), (256, False): (24, 24), (256, True): (24, 24)}
 """Bytes of a thread's stack of instances with as many consumers as registers allow, by head dim and whether there is a soft cap: in e4m3 and int8.
 Others have none."""
 
