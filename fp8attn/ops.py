@@ -582,7 +582,7 @@ def laid_out(
 
 def _by_model(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """By the pipeline's oracle, in plain torch: what the kernels compute, but for float32's order of summation."""
-    model = functools.partial(modelled, call, SCALE_BLOCK)
+    model = functools.partial(modelled, call, reference.Arithmetic(SCALE_BLOCK, call.compute))
     if call.varlen is None:
         return laid_out(call.q, model(*quantized_of(call), call.mean_scores), call.out_dtype, call.return_lse)
     found = of_sequences(call, model)
@@ -590,10 +590,9 @@ def _by_model(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def modelled(
-    call: Call, block_n: int, q: Quantized, k: Quantized, v: Quantized, mean_scores: torch.Tensor | None
+    call: Call, arithmetic: reference.Arithmetic, q: Quantized, k: Quantized, v: Quantized, mean_scores: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """reference.pipeline with a call's options and key blocks of `block_n`."""
-    arithmetic = reference.Arithmetic(block_n, call.compute)
+    """reference.pipeline with a call's options."""
     return reference.pipeline(
         q, k, v, call.attn_mask, arithmetic=arithmetic, causal=call.causal, scoring=call.scoring, mean_scores=mean_scores
     )  # fmt: skip

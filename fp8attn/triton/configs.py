@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import product
+from typing import ClassVar
 
 from ..call import Call, unsupported_tma
 from ..device import Device
 from ..recipe import QUERY_GROUP, SCALE_BLOCK
 from ..schedule import unsupported_boxes
-from . import exp2
 
 ROWS = 64
 """Query rows of one Hopper warpgroup."""
@@ -19,6 +19,9 @@ ROWS = 64
 @dataclass(frozen=True)
 class PortableConfig:
     """Tile sizes and resources of the portable kernel."""
+
+    exact: ClassVar[None] = None
+    """As of reference.Arithmetic."""
 
     block_m: int
     block_n: int
@@ -35,19 +38,18 @@ class HopperConfig:
         block_n: keys per block.
         stages: blocks of K and V in flight.
         registers: registers of a consumer's thread.
-        polynomials: how many of every 8 exponentials are computed as polynomials on the FMA pipe.
-        overlap: whether a consumer issues the next block's Q·Kᵀ right after P·V. This takes registers for both results.
         teams: groups of consumers that share a tile's stream of K and V. Each team has its own producer and stages. One
             team loads least; several teams drift apart, so that the start and end of one team's tile overlap with the
             work of another.
     """
 
+    exact: ClassVar[int] = 0
+    """As of reference.Arithmetic: all P are direct codes."""
+
     consumers: int
     block_n: int
     stages: int
     registers: int
-    polynomials: int = 0
-    overlap: bool = False
     teams: int = 1
 
     @property
@@ -121,11 +123,6 @@ class Traits:
     positive: bool
     folded: bool
 
-    @property
-    def exp2(self) -> str | None:
-        """PTX of the exponential, or None for the compiler's exponential."""
-        return exp2.assembly(self.config.polynomials) if isinstance(self.config, HopperConfig) else None
-
     @classmethod
     def of(cls, call: Call, config: Config, device: Device) -> Traits:
         half = call.compute == "f16" or not device.has_fp8_units
@@ -189,10 +186,6 @@ def unsupported_config(config: Config, call: Call, device: Device) -> str | None
         if config.consumers > 1 and call.attn_mask is not None and (call.k_group == 1 or call.int8 or call.bias is not None):
             # an assertion in Triton's axis analysis fails if a worker partition loads both
             return "several consumers that load a mask and, of every key, a scale, int8's mark or a bias: Triton 3.6 can't compile it"
-        if config.overlap:
-            if value_parts(call)[1]:
-                return "overlap and V in two parts: the second part's accumulator would wait for the next block's Q·Kᵀ"
-            live = config.block_n + value_parts(call)[0]
         shared_memory = config.teams * config.stages * config.block_n * (head_dim + value_dim) + config.consumers * ROWS * head_dim + 2048
         if (config.registers * config.consumers + 24) * 128 > REGISTER_FILE:
             return f"{config.consumers} consumers of {config.registers} registers a thread: an SM has {REGISTER_FILE} in all"
@@ -225,8 +218,8 @@ def candidates(call: Call, device: Device) -> list[Config]:
     space: list[Config] = [PortableConfig(*point) for point in portable]
     if device.arch // 10 == 9 and not device.emulated and unsupported_arch(call) is None:
         space += [
-            HopperConfig(consumers, block_n, stages, HOPPER_REGISTERS[consumers], polynomials, overlap, teams)
-            for consumers, block_n, stages, polynomials, overlap, teams in product((1, 2, 3), (64, 128), (2, 4), (0, 1), (False, True), (1, 3))
+            HopperConfig(consumers, block_n, stages, HOPPER_REGISTERS[consumers], teams)
+            for consumers, block_n, stages, teams in product((1, 2, 3), (64, 128), (2, 4), (1, 3))
         ]
     return [config for config in space if fits(config, call, device)]
 
@@ -246,14 +239,18 @@ thread."""
 
 
 def hopper_config(call: Call, device: Device) -> HopperConfig:
-    """The default Hopper config: as many consumers as fit and leave no SM idle, with teams of one and overlap if they
-    fit, and as many stages as fit."""
+    """The default Hopper config: two consumers, of up to 64 channels of e4m3 three in teams of one, or one where they
+    don't fit or leave SMs idle; and as many stages as fit.
+
+    Three consumers spill where P·V has 128 channels, or scores are converted from int8.
+    """
     token_chunks = call.batch * call.q_heads * -(-call.q_length // ROWS)
-    for consumers, overlap, teams in ((3, True, 3), (3, False, 1), (2, True, 1), (2, False, 1), (1, True, 1), (1, False, 1)):
+    is_small = sum(value_parts(call)) <= 64 and not call.int8
+    for consumers, teams in ((3, 3), (2, 1), (1, 1))[not is_small :]:
         if consumers > 1 and token_chunks < device.sm_count * consumers:
             continue
         for stages in (4, 3, 2):
-            config = HopperConfig(consumers, 128, stages, HOPPER_REGISTERS[consumers], overlap=overlap, teams=teams)
+            config = HopperConfig(consumers, 128, stages, HOPPER_REGISTERS[consumers], teams)
             if fits(config, call, device):
                 return config
     return HopperConfig(1, 64, 2, HOPPER_REGISTERS[1])

@@ -104,7 +104,7 @@ def attend(
     if MASKED:
         x = hide(x, rows[:, None], start, columns[None, :], q_length, kv_length, offsets, mask, mask_strides, C.window, False)
 
-    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded, False, None)
+    p, m, alpha, lanes = softmax_step(x, factor, m, C.folded)
     l = l * alpha[:, None] + lanes
     p = permute_keys(probabilities(p, C.half, C.native))
     acc0 = add_values(acc0, alpha, p, load_values(v_base, start, kv_padded, 0, C.dv0, C), C)

@@ -13,7 +13,7 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..call import Call, empty_lse, empty_output
@@ -23,6 +23,9 @@ from ..schedule import heads_in_l2
 from .configs import ROWS, HopperConfig, Traits
 from .launch import ceil_div, launch
 from .tile import (
+    E4M3_MAX,
+    INT8_MAX,
+    LARGEST_SCORE,
     LOG2E,
     NOTHING,
     SCALE_BLOCK,
@@ -30,20 +33,23 @@ from .tile import (
     add_sink,
     bias_row,
     cap_scores,
+    code_step,
     hide,
     inverse,
     load_rows_of,
     log_sum_exp,
+    pack_codes,
     permute_keys,
     score_factor,
     set_nonfinite_keys,
     set_nonfinite_rows,
-    softmax_step,
     whole_blocks,
 )
 from .varlen import load_tile_entry, offsets_of, table_of
 
 TABLE: gl.constexpr = gl.constexpr(10)  # of the tensors that consumers take, the table of tiles
+E4M3_ONE: gl.constexpr = gl.constexpr(0x38)  # the code of 1
+ONES: gl.constexpr = gl.constexpr(8)  # channels of ones beside V's, the fewest that a tensor core multiplies
 
 
 @gluon.constexpr_function
@@ -54,7 +60,7 @@ def score_layout(C: Traits):
 
 @gluon.constexpr_function
 def lane_layout():
-    """Register layout of (64, 4) partial row sums: one for each lane of a row's quad."""
+    """Register layout of (64, 4) sums: one for each lane of a row's quad."""
     return gl.DistributedLinearLayout(
         reg_bases=[[8, 0]],
         lane_bases=[[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -62,6 +68,12 @@ def lane_layout():
         block_bases=[],
         shape=[64, 4],
     )
+
+
+@gluon.constexpr_function
+def output_layout(channels: int):
+    """Register layout of so many channels of a consumer's output."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, channels, 32])
 
 
 @gluon.constexpr_function
@@ -138,7 +150,7 @@ def produce(descriptors, buffers, barriers, shape, positions, offsets, TEAM: gl.
     """One warp: loads the queries of every tile of a team, and its blocks of K and V, in the order in which the
     consumers need them."""
     q0_desc, q1_desc, k0_desc, k1_desc, v0_desc, v1_desc, table = descriptors
-    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    sQ0, sQ1, sK0, sK1, sV0, sV1, sOnes = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     batches, q_heads, kv_heads, _, _, _, _ = shape
     BLOCK_N: gl.constexpr = C.config.block_n
@@ -194,21 +206,47 @@ def release(barriers, n, blocks, block, TEAM: gl.constexpr, STAGES: gl.constexpr
 
 
 @gluon.jit
-def empty_scores(C: gl.constexpr):
-    """A zero accumulator for Q·Kᵀ."""
-    return gl.full([64, C.config.block_n], 0, gl.int32 if C.int8 else gl.float32, score_layout(C))
-
-
-@gluon.jit
 def start_scores(sq, buffers, stage, C: gl.constexpr):
     """Issue Q·Kᵀ for the keys of one stage."""
-    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    _, _, sK0, sK1, _, _, _ = buffers
     BLOCK_N: gl.constexpr = C.config.block_n
-    x = empty_scores(C)
+    x = gl.full([64, BLOCK_N], 0, gl.int32 if C.int8 else gl.float32, score_layout(C))
     x = warpgroup_mma(sq[0], sK0.index(stage).reshape((BLOCK_N, C.d0)).permute((1, 0)), x, use_acc=False, is_async=True)
     if C.d1 > 0:
         x = warpgroup_mma(sq[1], sK1.index(stage).reshape((BLOCK_N, C.d1)).permute((1, 0)), x, is_async=True)
     return x
+
+
+@gluon.constexpr_function
+def folds_factor(C: Traits):
+    """Whether the factors of scores are part of the exponent's multiply-add: nothing else is done to scores, and the
+    factor bounds them."""
+    return C.folded and C.k_group != 1
+
+
+@gluon.constexpr_function
+def largest_factor(C: Traits):
+    """Scores whose factor is below this are below LARGEST_SCORE."""
+    largest = INT8_MAX.value if C.int8 else E4M3_MAX.value
+    return LARGEST_SCORE.value / (largest * largest * C.head_dim)
+
+
+@gluon.jit
+def largest_scale(k_scale, stride, begin, end, C: gl.constexpr):
+    """The largest scale of the key blocks from `begin` to `end` - 1; inf if one marks a non-finite key of int8, or is
+    NaN."""
+    lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    largest = gl.full([128], 0.0, gl.float32, lanes.type.layout)
+    if C.k_group == 0:
+        begin = 0
+        end = 1
+    else:
+        begin = begin * C.config.block_n // SCALE_BLOCK
+        end = gl.cdiv(end * C.config.block_n, SCALE_BLOCK)
+    for first in range(begin, end, 128):
+        scale = gl.load(k_scale + (first + lanes) * stride, mask=first + lanes < end, other=0.0)
+        largest = gl.maximum(largest, gl.where(scale >= 0.0, scale, float("inf")))
+    return gl.max(largest, 0)
 
 
 @gluon.jit
@@ -225,6 +263,21 @@ def start_values(acc, alpha, p, sV, C: gl.constexpr):
 
 
 @gluon.jit
+def start_sums(p, sOnes):
+    """Issue P times ones: sums of rows."""
+    LAYOUT: gl.constexpr = output_layout(ONES)
+    p = gl.convert_layout(p, gl.DotOperandLayout(0, LAYOUT, 4), assert_trivial=True)
+    return warpgroup_mma(p, sOnes.permute((1, 0)), gl.full([64, ONES], 0.0, gl.float32, LAYOUT), use_acc=False, is_async=True)
+
+
+@gluon.jit
+def of_one_channel(sums):
+    """Of sums (64, ONES), whose channels are the same, one that each lane has: (64, ONES // 2)."""
+    first, _ = gl.split(gl.reshape(sums, (64, ONES // 2, 2)))
+    return gl.convert_layout(first, lane_layout(), assert_trivial=True)
+
+
+@gluon.jit
 def add_values(acc, alpha, fresh, C: gl.constexpr):
     """acc · alpha + P·V."""
     if C.two_level:
@@ -235,24 +288,24 @@ def add_values(acc, alpha, fresh, C: gl.constexpr):
 
 @gluon.jit
 def attend(
-    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias, mask, k, buffers, barriers, TEAM: gl.constexpr,
-    C: gl.constexpr, MASKED: gl.constexpr, POSITIVE: gl.constexpr, PENDING: gl.constexpr,
+    m, l, acc0, acc1, n, block, sq, row_factor, keys, bias, mask, k, buffers, barriers, TEAM: gl.constexpr, C: gl.constexpr,
+    MASKED: gl.constexpr, POSITIVE: gl.constexpr,
 ):  # fmt: skip
-    """64 queries attend to key block n of `seen` blocks. It is the team's `block`-th block overall.
+    """64 queries attend to key block n. It is the team's `block`-th block overall.
 
     Args:
-        x: the block's Q·Kᵀ if C.config.overlap, else unused.
+        l: (64, ONES // 2), sums of P, the same in all columns.
         keys: tuple of values that determine scales and visibility of keys, see `consume`.
         bias: pointer to the score bias of the 64 queries, or None.
         mask: pointer to the head's (Sq, Sk), or None.
         k: pointer to the head's rows if they are int8.
         MASKED: some rows may not see some of the keys.
-        POSITIVE: no m is negative.
-        PENDING: the tensor core may still be writing x, both on entry and on return.
+        POSITIVE: no m is negative, scores that fold their factor are below LARGEST_SCORE, and int8 keys are finite.
     """
-    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    sQ0, sQ1, sK0, sK1, sV0, sV1, sOnes = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
-    k_stride, k_scale, k_scale_stride, bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, offsets = keys
+    k_stride, k_scale, k_scale_stride, most, bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, offsets = keys
+    FOLDED: gl.constexpr = folds_factor(C)
     BLOCK_N: gl.constexpr = C.config.block_n
     STAGES: gl.constexpr = C.config.stages
     stage = TEAM * STAGES + block % STAGES
@@ -265,26 +318,27 @@ def attend(
     else:
         index = n * BLOCK_N // SCALE_BLOCK if C.k_group == SCALE_BLOCK else 0
         block_scale = gl.load(k_scale + index * k_scale_stride)
-        if C.int8:
+        if C.int8 and not POSITIVE:
             any_nonfinite = block_scale < 0
             block_scale = gl.abs(block_scale)
 
-    if not C.config.overlap:
-        mbarrier.wait(k_full.index(stage), phase)
-        x = start_scores(sq, buffers, stage, C)
+    mbarrier.wait(k_full.index(stage), phase)
+    x = start_scores(sq, buffers, stage, C)
     factor = score_factor(row_factor, 1.0 if C.k_group == 1 else block_scale, C.positive)
+    large = False
+    if FOLDED and not POSITIVE:
+        large = ~(most * block_scale < largest_factor(C))
     # wait for V here, while the tensor core works; a wait for K behind P·V would cost registers that spill
     mbarrier.wait(v_full.index(stage), phase)
-    if PENDING or not C.config.overlap:
-        x = warpgroup_mma_wait(0, deps=(x,))
+    x = warpgroup_mma_wait(0, deps=(x,))
     mbarrier.arrive(k_empty.index(stage))
 
     s = x.to(gl.float32) if C.int8 else x
     if C.k_group == 1:
         s *= key_scale[None, :]
-    elif C.int8:
+    elif C.int8 and not POSITIVE:
         s = set_nonfinite_keys(s, any_nonfinite, k, n * BLOCK_N + columns, k_stride, kv_length)
-    if not C.folded:
+    if not FOLDED:
         s *= factor[:, None]
     if bias is not None:
         s = add_bias(s, bias, bias_factor, n * BLOCK_N + columns, kv_length)
@@ -292,32 +346,21 @@ def attend(
         s = cap_scores(s, shift, softcap)
     if MASKED:
         s = hide(s, rows[:, None], n * BLOCK_N, columns[None, :], q_length, kv_length, offsets, mask, mask_strides, C.window, True)
-    EXP2: gl.constexpr = C.exp2 if POSITIVE else None
-    p, m, alpha, lanes = softmax_step(s, factor, m, C.folded, POSITIVE, EXP2)
-    LANES: gl.constexpr = lane_layout()
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, LANES))[:, None] + gl.convert_layout(lanes, LANES, assert_trivial=True)
-    p = permute_keys(p.to(gl.float8e4nv))
+    y, m, alpha = code_step(s, factor, m, large, FOLDED, POSITIVE)
+    p = pack_codes(gl.convert_layout(permute_keys(y), gl.DotOperandLayout(0, acc0.type.layout, 4), assert_trivial=True))
 
+    fresh_l = start_sums(p, sOnes)
     fresh = start_values(acc0, alpha, p, sV0.index(stage), C)
-    if C.config.overlap:
-        # after the last block this multiplies stale data, and the result isn't used
-        following = TEAM * STAGES + (block + 1) % STAGES
-        if n + 1 < seen:
-            mbarrier.wait(k_full.index(following), (block + 1) // STAGES & 1)
-        x = start_scores(sq, buffers, following, C)
-        fresh = warpgroup_mma_wait(1, deps=(fresh,))
-        acc0 = add_values(acc0, alpha, fresh, C)
-        if not PENDING:
-            x = warpgroup_mma_wait(0, deps=(x,))
-    else:
-        acc0 = add_values(acc0, alpha, warpgroup_mma_wait(0, deps=(fresh,)), C)
+    fresh, fresh_l = warpgroup_mma_wait(0, deps=(fresh, fresh_l))
+    acc0 = add_values(acc0, alpha, fresh, C)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + of_one_channel(fresh_l)
     if C.dv1 > 0:
         # nothing moves above this line: the second part's fresh accumulator reuses the registers of the first's
         acc0 = warpgroup_mma_wait(0, deps=(acc0,))
         fresh = warpgroup_mma_wait(0, deps=(start_values(acc1, alpha, p, sV1.index(stage), C),))
         acc1 = add_values(acc1, alpha, fresh, C)
     mbarrier.arrive(v_empty.index(stage))
-    return m, l, acc0, acc1, x
+    return m, l, acc0, acc1
 
 
 @gluon.jit
@@ -347,14 +390,14 @@ def store_part(acc, factor, weight, scale, mean, out, out_stride, rows, q_length
 @gluon.jit
 def consume(buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ME: gl.constexpr, C: gl.constexpr):
     """One warpgroup: attention of 64 queries of every tile."""
-    sQ0, sQ1, sK0, sK1, sV0, sV1 = buffers
+    sQ0, sQ1, sK0, sK1, sV0, sV1, sOnes = buffers
     q_full, q_empty, k_full, k_empty, v_full, v_empty = barriers
     q, k, q_scale, k_scale, v_scale, v_mean, bias, mask, sinks, means, table, out, lse = tensors
     q_strides, k_strides, q_scale_strides, k_scale_strides, v_scale_strides, mask_strides, out_strides = strides
     _, q_heads, kv_heads, q_tokens, _, _, _ = shape
     R: gl.constexpr = gl.SliceLayout(1, score_layout(C))
-    O0: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C.dv0, 32])
-    O1: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, max(C.dv1, 16), 32])
+    O0: gl.constexpr = output_layout(C.dv0)
+    O1: gl.constexpr = output_layout(max(C.dv1, 16))
     STAGES: gl.constexpr = C.config.stages
     sq0 = sQ0.index(ME).reshape((64, C.d0))
     sq = (sq0, sQ1.index(ME).reshape((64, C.d1)) if C.d1 > 0 else sq0)
@@ -380,12 +423,12 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
 
             index = rows * 0 if C.q_group == 0 else rows // C.q_group
             pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + (q_begin + index.to(gl.int64)) * q_scale_strides[2]
-            row_scale = gl.load(pointers, mask=rows < q_length, other=1.0)
+            row_scale = gl.load(pointers, mask=rows < q_length, other=0.0)
             mbarrier.wait(q_full.index(ME), turn & 1)
             row_factor = row_scale * (softmax_scale * LOG2E)
 
             m = gl.full([64], NOTHING, gl.float32, R)
-            l = gl.full([64, 4], 0.0, gl.float32, lane_layout())
+            l = gl.full([64, ONES // 2], 0.0, gl.float32, lane_layout())
             acc0 = gl.full([64, C.dv0], 0.0, gl.float32, O0)
             acc1 = gl.full([64, C.dv1], 0.0, gl.float32, O1) if C.dv1 > 0 else acc0
 
@@ -401,6 +444,13 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 block = release(barriers, loaded_begin, begin, block, TEAM, STAGES)
             scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
             scale_base += (k_begin if C.k_group == 1 else page) * k_scale_strides[2]
+            most = 0.0
+            if folds_factor(C):
+                most = gl.max(row_factor, 0)
+            if mask is None and (folds_factor(C) or (C.int8 and C.k_group != 1)):
+                largest = largest_scale(scale_base, k_scale_strides[2], begin, seen, C)
+                bounded = most * largest < largest_factor(C) if folds_factor(C) else largest < float("inf")
+                whole = gl.where(bounded, whole, edge)
             bias_base = bias
             if bias is not None:
                 bias_base = bias_row(bias, batch * q_heads + head, first, q_length, kv_length)
@@ -415,24 +465,19 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
             if means is not None:
                 mean_base += (batch * q_heads + head) * q_tokens + q_begin
             shift = load_rows_of(mean_base, rows, q_length)
-            keys = (k_strides[2], scale_base, k_scale_strides[2], bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, own_offsets)
-            x = empty_scores(C)
-            if C.config.overlap:
-                if seen > begin:
-                    mbarrier.wait(k_full.index(TEAM * STAGES + block % STAGES), block // STAGES & 1)
-                x = warpgroup_mma_wait(0, deps=(start_scores(sq, buffers, TEAM * STAGES + block % STAGES, C),))
+            keys = (
+                k_strides[2], scale_base, k_scale_strides[2], most, bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, own_offsets,
+            )  # fmt: skip
             if C.window:
                 for n in range(begin, edge):
-                    m, l, acc0, acc1, x = attend(
-                        m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, True,
-                        False, False,
+                    m, l, acc0, acc1 = attend(
+                        m, l, acc0, acc1, n, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, True, False,
                     )  # fmt: skip
                     block += 1
             opening = gl.minimum(whole, edge + 1)
             for n in range(edge, opening):
-                m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, False,
-                    False,
+                m, l, acc0, acc1 = attend(
+                    m, l, acc0, acc1, n, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, False,
                 )  # fmt: skip
                 block += 1
             # once no m is negative, none will be; in the rare other case, the masked loop handles the rest
@@ -441,21 +486,14 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 if table is not None:  # rows behind the sequence are the next one's
                     of_rows = gl.where(rows < q_length, m, 0.0)
                 whole = gl.where(gl.min(of_rows, 0) >= 0.0, whole, opening)
-            if C.config.overlap:
-                x = warpgroup_mma_init(x)
             for n in range(opening, whole):
-                m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, True,
-                    C.config.overlap,
+                m, l, acc0, acc1 = attend(
+                    m, l, acc0, acc1, n, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, False, True,
                 )  # fmt: skip
                 block += 1
-            # a loop may iterate while the tensor core writes x; but where two loops meet, compilers copy registers
-            if C.config.overlap:
-                x = warpgroup_mma_wait(0, deps=(x,))
             for n in range(whole, seen):
-                m, l, acc0, acc1, x = attend(
-                    m, l, acc0, acc1, x, n, seen, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, True, False,
-                    False,
+                m, l, acc0, acc1 = attend(
+                    m, l, acc0, acc1, n, block, sq, row_factor, keys, bias_base, mask_base, k_base, buffers, barriers, TEAM, C, True, False,
                 )  # fmt: skip
                 block += 1
             mbarrier.arrive(q_empty.index(ME))
@@ -470,7 +508,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 channel_means = v_mean + (sequence * kv_heads + kv_head) * C.value_dim
                 mean0 = load_channels(channel_means, 1, 0, C.dv0, C.value_dim)
                 mean1 = load_channels(channel_means, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
-            l = gl.convert_layout(gl.sum(l, 1), R)
+            l = gl.convert_layout(gl.max(l, 1), R)
             if C.int8:
                 l = set_nonfinite_rows(l, q + batch * q_strides[0] + head * q_strides[1] + q_begin * q_strides[2], rows, q_strides[2], q_length)
             weight = gl.where(l == 0, 0.0, 1.0)
@@ -525,7 +563,11 @@ def hopper_kernel(
         sK1 = gl.allocate_shared_memory(ROWS_TYPE, [STAGES, 1, 1, BLOCK_N, C.d1], rows_layout(BLOCK_N, C.d1))
     if C.dv1 > 0:
         sV1 = gl.allocate_shared_memory(E4M3, [STAGES, C.dv1, BLOCK_N], values_layout(C.dv1, BLOCK_N))
-    buffers = (sQ0, sQ1, sK0, sK1, sV0, sV1)
+    sOnes = gl.allocate_shared_memory(E4M3, [ONES, BLOCK_N], values_layout(ONES, BLOCK_N))
+    ones = gl.full([ONES, BLOCK_N], E4M3_ONE, gl.uint8, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0]))
+    sOnes.store(ones.to(E4M3, bitcast=True))  # as bytes: ptxas 12.8 packs two equal pairs of e4m3 into one half of a register
+    fence_async_shared()
+    buffers = (sQ0, sQ1, sK0, sK1, sV0, sV1, sOnes)
 
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], BARRIER)

@@ -6,7 +6,6 @@ import triton.language as tl
 from .. import layout, recipe, reference
 from .. import quantization as quantize_ref
 from ..device import INTERPRETING
-from . import exp2
 
 LOG2E: tl.constexpr = tl.constexpr(reference.LOG2E)
 P_OFFSET: tl.constexpr = tl.constexpr(reference.P_OFFSET)
@@ -23,13 +22,23 @@ FALL: tl.constexpr = tl.constexpr(reference.FALL)
 LOWEST_SCORE: tl.constexpr = tl.constexpr(reference.LOWEST_SCORE)
 # float32 numbers of this size are 16 apart: m - P_OFFSET would be rounded to m or to m - 16
 FAR: tl.constexpr = tl.constexpr(2.0**27)
+CODE: tl.constexpr = tl.constexpr(reference.CODE)
 CODE_ROUND: tl.constexpr = tl.constexpr(reference.CODE_ROUND)
+# float32 rounds scores below this by less than a sixteenth: a difference of two of them then is right to half a code
+LARGEST_SCORE: tl.constexpr = tl.constexpr(2.0**20)
 ROUNDER: tl.constexpr = tl.constexpr(quantize_ref.ROUNDER)
 FLOAT_MAX: tl.constexpr = tl.constexpr(quantize_ref.FLOAT_MAX)
-EXP2_CONSTRAINTS: tl.constexpr = tl.constexpr(exp2.CONSTRAINTS)
-EXP2_PACK: tl.constexpr = tl.constexpr(exp2.PACK)
 SMALLEST_SCALE: tl.constexpr = tl.constexpr(quantize_ref.SMALLEST_SCALE)
 NOTHING: tl.constexpr = tl.constexpr(-quantize_ref.FLOAT_MAX)  # not -inf, because -inf - -inf is NaN
+
+PACK_CODES_PTX: tl.constexpr = tl.constexpr("""{
+    .reg .b32 low, high;
+    cvt.rn.relu.f16x2.f32 low, $2, $1;
+    cvt.rn.relu.f16x2.f32 high, $4, $3;
+    prmt.b32 $0, low, high, 0x6420;
+}""")
+"""PTX for four codes. Output: their bytes $0. Inputs: $1 to $4, codes times CODE. The first operand of a conversion
+becomes the upper half (PTX ISA, cvt)."""
 
 # the interpreter runs plain Python functions as they are; all other functions need triton.language as a global
 key_of_slot = layout.key_of_slot if INTERPRETING else triton.jit(layout.key_of_slot)
@@ -45,15 +54,6 @@ def score_factor(row_factor, key_scale, POSITIVE: tl.constexpr):
 
 
 @triton.jit
-def power_of_two(x, EXP2: tl.constexpr):
-    """2^x, by the PTX of exp2.assembly if EXP2 is given."""
-    if EXP2 is None:
-        return tl.exp2(x)
-    else:
-        return tl.inline_asm_elementwise(EXP2, EXP2_CONSTRAINTS, [x], dtype=tl.float32, is_pure=True, pack=EXP2_PACK)
-
-
-@triton.jit
 def origin_of(m, FOLDED: tl.constexpr):
     """The value that is subtracted from scores in the exponent of P.
 
@@ -66,20 +66,15 @@ def origin_of(m, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    """One key block of online softmax in base 2. P is relative to the block's own largest scores: reference.lowest.
+def next_largest(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
+    """What P of a key block is relative to: (M,), the block's largest scores, or the bound of reference.lowest.
 
     Args:
         x: (M, N) scores divided by `factor` if FOLDED, else the scores. -inf where hidden.
         factor: (M,), positive.
-        m: (M,), the scores that the last block's P was relative to; NOTHING if no key is visible so far.
+        m: (M,), the same of the last block; NOTHING if no key is visible so far.
         POSITIVE: no m is negative. Then scores are compared as integers, whose order is that of floats from zero up.
             The hardware compares two new integers per instruction, but only one new float.
-        EXP2: see `power_of_two`; None where rows may have no visible keys, because these need 2^-inf to be 0.
-
-    Returns:
-        p = 2^(score - m + P_OFFSET) (M, N); the new m; the factors (M,) for the sums so far; and sums of p, (M, 4), one
-        for each lane of the quad that owns a row in tensor-core layouts. These are added up only once, at the end.
     """
     if POSITIVE:
         largest = tl.max(x.to(tl.int32, bitcast=True), 1).to(tl.float32, bitcast=True)
@@ -88,17 +83,68 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP
     if FOLDED:
         largest = largest * factor
     below = 0.0 if POSITIVE else tl.where(m >= 0, 0.0, -FALL)
-    m_new = tl.maximum(tl.where(tl.abs(m) >= FALL, m, below), largest)
+    return tl.maximum(tl.where(tl.abs(m) >= FALL, m, below), largest)
+
+
+@triton.jit
+def softmax_step(x, factor, m, FOLDED: tl.constexpr):
+    """One key block of online softmax in base 2. x, factor, m: see `next_largest`.
+
+    Returns:
+        p = 2^(score - m + P_OFFSET) (M, N); the new m; the factors (M,) for the sums so far; and sums of p, (M, 4), one
+        for each lane of the quad that owns a row in tensor-core layouts. These are added up only once, at the end.
+    """
+    m_new = next_largest(x, factor, m, FOLDED, False)
     shift = origin_of(m_new, FOLDED)
-    alpha = tl.exp2(origin_of(m, FOLDED) - shift)  # not m - m_new: with three teams of consumers ptxas would spill
-    shift = shift[:, None]
+    alpha = tl.exp2(origin_of(m, FOLDED) - shift)
     if FOLDED:
-        p = power_of_two(x * factor[:, None] - shift, EXP2)
-    else:
-        p = power_of_two(x - shift, EXP2)
+        x = x * factor[:, None]
+    p = tl.exp2(x - shift[:, None])
     M: tl.constexpr = p.shape[0]
     N: tl.constexpr = p.shape[1]
     return p, m_new, alpha, tl.sum(tl.sum(tl.reshape(p, (M, N // 8, 4, 2)), 3), 1)
+
+
+@triton.jit
+def code_step(x, factor, m, large, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
+    """One key block of online softmax in base 2, P as codes. x, factor, m, POSITIVE: see `next_largest`.
+
+    Args:
+        large: whether scores may be LARGEST_SCORE or more, if FOLDED. Then products of x and `factor` are rounded, as
+            m is, before m is subtracted.
+
+    Returns:
+        y (M, N), reference.direct_code's codes times CODE before they are rounded: `pack_codes` makes P of them; the
+        new m; and the factors (M,) for the sums so far.
+    """
+    m_new = next_largest(x, factor, m, FOLDED, POSITIVE)
+    alpha = tl.exp2(m - m_new)
+    largest_code: tl.constexpr = (8 * (P_OFFSET + 7) - CODE_ROUND) * CODE
+    if FOLDED:
+        step = factor * (8 * CODE)
+        top = m_new * (-8 * CODE) + largest_code
+        if large:
+            # the maximum keeps the product from being fused with the difference
+            product = tl.maximum(x * factor[:, None], LOWEST_SCORE, propagate_nan=tl.PropagateNan.ALL)
+            x = tl.where(x == -float("inf"), x, product - m_new[:, None])
+            step = tl.where(large, 8 * CODE, step)
+            top = tl.where(large, largest_code, top)
+        y = x * step[:, None] + top[:, None]
+    else:
+        y = (x - m_new[:, None]) * (8 * CODE) + largest_code
+    return y, m_new, alpha
+
+
+@triton.jit
+def pack_codes(y):
+    """The e4m3 numbers whose codes are y / CODE, rounded to nearest even, at least 0; NaN for NaN. y: float32, at most
+    126 CODE, in the layout of a tensor core's operand.
+
+    A half that is CODE times an integer below 1024 is subnormal, and its bits are the integer. So one conversion rounds
+    two numbers.
+    """
+    codes = tl.inline_asm_elementwise(PACK_CODES_PTX, "=r,f,f,f,f", [y], dtype=tl.uint8, is_pure=True, pack=4)
+    return codes.to(tl.float8e4nv, bitcast=True)
 
 
 @triton.jit

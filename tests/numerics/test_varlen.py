@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -28,6 +29,7 @@ from fp8attn.triton import run, varlen
 from fp8attn.triton.configs import HopperConfig
 from quantizing import assert_same
 from ragged import KINDS, TYPICAL, Ragged, alone, any_ragged, head_first, same_lse, table, varlen_call
+from running import arithmetic_of
 from strategies import FEW, given_several, noted, of_few_kinds
 
 ragged = of_few_kinds(any_ragged, kit.like, KINDS)
@@ -96,7 +98,7 @@ def test_a_sequence_has_the_output_that_it_has_alone(drawn: tuple[Ragged, ...], 
             expected, expected_lse = run.forward(one, properties, config)
             assert torch.equal(out[:, :, rows].nan_to_num(7.0), expected.nan_to_num(7.0))
             assert torch.equal(lse[:, :, rows].nan_to_num(7.0), expected_lse.nan_to_num(7.0))
-        oracle, oracle_lse = ops.of_sequences(call, lambda *operands, call=call, n=config.block_n: ops.modelled(call, n, *operands))
+        oracle, oracle_lse = ops.of_sequences(call, functools.partial(ops.modelled, call, arithmetic_of(config, call)))
         inside = torch.cat([torch.arange(x.start, x.stop, device=device) for x in case.spans[0]])
         if inside.numel():
             assert_matches_pipeline(out[:, :, inside], oracle[:, :, inside], properties.emulated, oracle_lse[:, :, inside])

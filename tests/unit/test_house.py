@@ -277,7 +277,6 @@ def test_unsupported_configs_say_why() -> None:
         (configs.PortableConfig(128, 128, 2, 2), hopper, "accumulator registers"),
         (configs.HopperConfig(3, 128, 2, 240), hopper, "an SM has"),
         (configs.HopperConfig(2, 128, 2, 240, teams=2), hopper, "teams"),
-        (configs.HopperConfig(1, 128, 2, 240, overlap=True), hopper, "two parts"),
     ):
         assert reason in (configs.unsupported_config(config, call, device) or ""), config
 
