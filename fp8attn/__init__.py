@@ -8,7 +8,7 @@ from .explaining import Plan, explain, explain_paged, explain_varlen
 from .info import info
 from .integrations import patch
 from .page_table import PageTable
-from .paged import paged_sdpa, write_to_pages
+from .paged import paged_sdpa, rotary_embedding, write_to_pages
 from .paged_tensors import PagedTensors
 from .pages import PagedBatch
 from .recipe import PRECISE, Quantized, Recipe
@@ -38,6 +38,7 @@ __all__ = [
     "patch",
     "quantize",
     "reference_sdpa",
+    "rotary_embedding",
     "sdpa",
     "triton_sdpa",
     "varlen_sdpa",

@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.compiler import is_compiling
 
-from . import eager, paged_tensors_ops, validate
+from . import eager, paged_tensors_ops, rotary_ops, validate
 from .cache import KVCache
 from .ops import library_ops
 from .paged_ops import check_called, check_paged_batch, operator_of, runs_kernels
 from .paged_tensors import PagedTensors
 from .pages import RECENT_QUERIES, PagedBatch, PagedCall, Stage, tokens_of
 from .reference import CAUSAL_WINDOW, Scoring, Window
+from .rotary import Angles
 from .validate import FLOATS
 
 
@@ -230,6 +231,54 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
         list(how.window), how.softcap, how.sinks, dtype,
     )  # fmt: skip
     return (out, lse) if options.return_lse else out
+
+
+def rotary_embedding(
+    query: torch.Tensor,
+    key: torch.Tensor | None,
+    batch: PagedBatch,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    interleaved: bool = False,
+    backend: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotary position embeddings (Su et al., arXiv:2104.09864) of a batch's new tokens, before `paged_sdpa` gets them.
+
+    A token's position is that in its sequence, by the batch's lengths, which are read on the device. Queries and keys
+    take one launch.
+
+    Args:
+        query: (B, Hq, S, D), or packed (T, Hq, D), float16, bfloat16 or float32, unit last stride.
+        key: (B, Hkv, S, D) or (T, Hkv, D), query's dtype and device, likewise; or None.
+        batch: the B sequences that the rows belong to. Their lengths include these tokens.
+        cos, sin: (P, R / 2), contiguous, float32 or query's dtype: of the first R channels at positions 0 to P - 1.
+        interleaved: whether channels 2 i and 2 i + 1 are a pair, as in GPT-J; else i and i + R / 2, as in GPT-NeoX,
+            Llama and transformers.
+        backend: `auto` (Triton on a GPU, else modelled), `triton`, or `modelled`: the definition in plain torch.
+
+    Returns:
+        query and key, contiguous, computed in float32 and rounded once. Tokens at position P or later are NaN. Tokens
+        past the counts, and packed ones behind the last sequence, are as they were; so are channels from R on.
+
+    Raises:
+        BackendUnavailable: the backend can't run here.
+        TypeError, ValueError: an argument isn't as above.
+        RuntimeError: an argument requires grad.
+    """
+    rotary_ops.check_backend(backend)
+    if not isinstance(batch, PagedBatch):
+        raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
+    validate.check_turned(query, key, batch, Angles(cos, sin, interleaved))
+    table, lengths, counts, _, cu_seqlens = batch.tensors()
+
+    def turn(query: torch.Tensor, key: torch.Tensor | None, *others: torch.Tensor | None) -> eager.Attention:
+        found = getattr(library_ops, f"{backend}_rotary")(query, key, *others, interleaved)
+        return found[0] if key is None else (found[0], found[1])
+
+    found = eager.kept(("rotary_embedding", interleaved, backend), (query, key), (cos, sin, table, lengths, counts, cu_seqlens), turn)
+    assert found is not None
+    return found if isinstance(found, tuple) else (found, None)
 
 
 def write_to_pages(key: torch.Tensor, value: torch.Tensor, cache: PagedTensors, slots: torch.Tensor | PagedBatch, *, backend: str = "auto") -> None:

@@ -39,6 +39,7 @@ from .recipe import (
     frozen,
 )
 from .reference import CAUSAL_WINDOW, Causal, Scoring, Window, simplified
+from .rotary import Angles
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 HALVES = (torch.float16, torch.bfloat16)
@@ -699,6 +700,30 @@ def check_queries(query: object, batch: PagedBatch, storage: Storage) -> None:
         raise ValueError(f"query has {query.shape[1]} heads; it must be a multiple of the cache's {heads}")
 
 
+def check_turned(query: object, key: object, batch: object, angles: Angles) -> None:
+    """Check what rotary position embeddings are applied to, and their angles."""
+    if not isinstance(query, torch.Tensor):
+        raise TypeError(f"query is a {type(query).__name__}; it must be a torch.Tensor")
+    if query.dtype not in FLOATS:
+        raise TypeError(f"query is {query.dtype}; it must be one of {FLOATS}")
+    check_batch(batch, query.device)
+    assert isinstance(batch, PagedBatch)
+    dim = query.shape[-1] if query.dim() else 0
+    _check_tokens("query", query, (query.dtype, query.device), _shape_of_tokens(batch, None, None, dim))
+    if key is not None:
+        _check_tokens("key", key, (query.dtype, query.device), _shape_of_tokens(batch, None, tokens_of(query), dim), "query")
+    if not isinstance(angles.interleaved, bool):
+        raise TypeError(f"interleaved is a {type(angles.interleaved).__name__}; it must be a bool")
+    for name, x in (("cos", angles.cos), ("sin", angles.sin)):
+        _check_tensor(name, x, tuple(dict.fromkeys((torch.float32, query.dtype))), None, query.device)
+        if x.dim() != 2 or 0 in x.shape or 2 * x.shape[1] > dim:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; it must be (positions, pairs of channels), of at most {dim // 2} pairs")
+        _check_contiguous(name, x)
+    if angles.sin.shape != angles.cos.shape or angles.sin.dtype != angles.cos.dtype:
+        cos, sin = (f"{tuple(x.shape)}, {x.dtype}" for x in angles[:2])
+        raise ValueError(f"sin is {sin}; it must be as cos, {cos}")
+
+
 def check_paged_tensors(cache: PagedTensors, rows: int | None) -> None:
     """Check the cache of another engine. `rows`: of the batch; None if it is written to, by scales that no row has."""
     _check_tensor("cache.k", cache.k, (*E4M3_BYTES, *HALVES), None, None)
@@ -804,9 +829,9 @@ def _shape_of_tokens(batch: PagedBatch, heads: int | None, length: int | None, d
     return (batch.lengths.shape[0], heads, length, dim) if batch.cu_seqlens is None else (length, heads, dim)
 
 
-def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...]) -> None:
+def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], shape: tuple[int | None, ...], whose: str = "the cache") -> None:
     """Check queries, keys or values of a cache's sequences, (B, H, S, D), or packed (T, H, D). `like`: their dtype and
-    device; None in `shape` accepts any size."""
+    device, which are `whose`; None in `shape` accepts any size."""
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} is a {type(x).__name__}; it must be a torch.Tensor")
     names = ("batch", "heads", "length", "head_dim") if len(shape) == 4 else ("length", "heads", "head_dim")
@@ -816,9 +841,9 @@ def _check_tokens(name: str, x: object, like: tuple[torch.dtype, torch.device], 
     check_operand(name, x if x.dim() == 4 else x.unsqueeze(0), "rows")
     dtype, device = like
     if x.dtype != dtype:
-        raise TypeError(f"{name} is {x.dtype}; it must be the cache's {dtype}")
+        raise TypeError(f"{name} is {x.dtype}; it must be {whose}'s {dtype}")
     if x.device != device:
-        raise ValueError(f"{name} is on {x.device}; it must be on the cache's device, {device}")
+        raise ValueError(f"{name} is on {x.device}; it must be on {whose}'s device, {device}")
     for what, have, want in zip(names, x.shape, shape, strict=True):
         if want is not None and have != want:
             raise ValueError(f"{name} has {what} {have}; it must be {want}")

@@ -8,10 +8,13 @@ errors. Rows without visible keys are zero, and their LSE is -inf.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, NamedTuple
+
 import torch
 
 from ..api import sdpa, varlen_sdpa
-from ..paged import paged_sdpa, write_to_pages
+from ..paged import append_backend, paged_sdpa, rotary_embedding, write_to_pages
 from ..paged_tensors import PagedTensors
 from ..pages import PagedBatch
 from ..recipe import DEFAULT_RECIPE, Recipe
@@ -185,8 +188,11 @@ def flash_attn_with_kvcache(
         softmax_scale, softcap: as `scale` and `softcap` of fp8attn.paged_sdpa.
         causal: query i sees keys j <= i + Sk - Sq.
         window_size: (left, right), tokens that a query sees on each side of its own; -1 for no limit.
-        rotary_cos, rotary_sin, cache_leftpad, alibi_slopes: must be None.
-        rotary_interleaved: has no effect.
+        rotary_cos, rotary_sin: (P, R / 2), float32 or q's dtype: q and k are turned by fp8attn.rotary_embedding first.
+            k has the positions from cache_seqlens on. So has q under a causal mask or a window; else all of q has that
+            one. They need k. None: q and k were turned before.
+        rotary_interleaved: as `interleaved` of fp8attn.rotary_embedding.
+        cache_leftpad, alibi_slopes: must be None.
         num_splits: must be 0: how many programs share keys follows from the call.
         return_softmax_lse: also return the LSE (B, Hq, Sq).
         k_descale, v_descale: FlashAttention-3's, what restores an e4m3 cache, as scales of fp8attn.PagedTensors; per
@@ -199,7 +205,11 @@ def flash_attn_with_kvcache(
     Raises:
         TypeError, ValueError, RuntimeError: an argument isn't as above, or as fp8attn.paged_sdpa.
     """
-    _check_unsupported(0.0, rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    _check_unsupported(0.0, cache_leftpad=cache_leftpad, alibi_slopes=alibi_slopes)
+    if (rotary_cos is None) != (rotary_sin is None):
+        raise ValueError(f"{'rotary_cos' if rotary_cos is None else 'rotary_sin'} is None; rotary_cos and rotary_sin go together")
+    if rotary_cos is not None and k is None:
+        raise ValueError("rotary_cos is given and k is None; it must be the new tokens' keys")
     if num_splits != 0:
         raise ValueError(f"num_splits is {num_splits}; it must be 0: how many programs share keys follows from the call")
     if block_table is not None and cache_batch_idx is not None:
@@ -218,21 +228,56 @@ def flash_attn_with_kvcache(
     if not isinstance(cache_seqlens, torch.Tensor):
         number = table.shape[1] * cache.page if cache_seqlens is None else cache_seqlens
         cache_seqlens = torch.full((rows,), number, dtype=torch.int32, device=device)
-    new = None
+    new, query = None, q.transpose(1, 2)
     if k is not None and v is not None:
         for name, x in (("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor) or x.dim() != 4:
                 raise ValueError(f"{name} is {tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__}; it must be (B, n, Hkv, D or Dv)")
-        new, cache_seqlens = (k.transpose(1, 2), v.transpose(1, 2)), cache_seqlens + k.shape[1]
+        key = k.transpose(1, 2)
+        if rotary_cos is not None and rotary_sin is not None:
+            turned = _Turned(PagedBatch(table, cache_seqlens), rotary_cos, rotary_sin, rotary_interleaved, append_backend(backend))
+            query, key = turned(query, key, causal or tuple(window_size) != UNLIMITED)
+        new, cache_seqlens = (key, v.transpose(1, 2)), cache_seqlens + k.shape[1]
     batch = PagedBatch(table, cache_seqlens)
     if new is not None and new[0].shape[2] != q.shape[1]:
         write_to_pages(*new, cache, batch, backend=backend)
         new = None
     result = paged_sdpa(
-        q.transpose(1, 2), cache, batch, new, window=_counted(window_size, causal), softcap=softcap, sinks=sinks,
+        query, cache, batch, new, window=_counted(window_size, causal), softcap=softcap, sinks=sinks,
         scale=softmax_scale, return_lse=return_softmax_lse, backend=backend,
     )  # fmt: skip
     return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
+
+
+class _Turned(NamedTuple):
+    """Rotary position embeddings as FlashAttention applies them.
+
+    Attributes:
+        before: the batch without new tokens.
+        cos, sin, interleaved, backend: as of fp8attn.rotary_embedding.
+    """
+
+    before: PagedBatch
+    cos: torch.Tensor
+    sin: torch.Tensor
+    interleaved: bool
+    backend: str
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, each_has_a_position: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries (B, Hq, Sq, D) and keys (B, Hkv, n, D), turned. Without `each_has_a_position`, all queries have the
+        first one."""
+        queries = query.shape[2]
+        if queries == key.shape[2] and (each_has_a_position or queries == 1):
+            return self._turn(query, key)
+        key = self._turn(key)[0]
+        if each_has_a_position:
+            return self._turn(query)[0], key
+        as_heads = query.transpose(1, 2).flatten(1, 2).unsqueeze(2)
+        return self._turn(as_heads)[0].unflatten(1, (queries, -1)).squeeze(3).transpose(1, 2), key
+
+    def _turn(self, x: torch.Tensor, other: torch.Tensor | None = None) -> tuple[torch.Tensor, Any]:
+        batch = replace(self.before, lengths=self.before.lengths + x.shape[2])
+        return rotary_embedding(x, other, batch, self.cos, self.sin, interleaved=self.interleaved, backend=self.backend)
 
 
 def _check_unsupported(dropout_p: float, **absent: object) -> None:

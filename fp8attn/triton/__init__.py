@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import bias, half_keys, lse, merge, paged_append, paged_attention, paged_tensors, probe, quantize, run, varlen
+    from . import bias, half_keys, lse, merge, paged_append, paged_attention, paged_tensors, probe, quantize, rotary, run, varlen
 
 __all__ = [
     "bias",
@@ -23,6 +23,7 @@ __all__ = [
     "paged_tensors",
     "probe",
     "quantize",
+    "rotary",
     "run",
     "varlen",
 ]

@@ -384,17 +384,16 @@ def row_of_token(token, cu_seqlens, rows_of_batch):
 
 
 @triton.jit
-def slot_of_token(
-    token, page_table, lengths, counts, cu_seqlens, rows_of_batch, length, table_stride, table_width, every_page, page, C: tl.constexpr
-):
-    """Where new tokens (N,) of a batch go: the row of the batch, the page, the slot, and whether there is one."""
+def position_of_token(token, lengths, counts, cu_seqlens, rows_of_batch, length):
+    """Of new tokens (N,) of a batch: the row of the batch, the position in its sequence, and whether there is one; else
+    row and position are 0."""
     row = token // length
     own = token % length
     count = length
     if cu_seqlens is not None:
         row = row_of_token(token, cu_seqlens, rows_of_batch)
-    inside = row < rows_of_batch
-    row = tl.where(inside, row, 0)
+    exists = row < rows_of_batch
+    row = tl.where(exists, row, 0)
     if cu_seqlens is not None:
         begin = tl.maximum(tl.load(cu_seqlens + row), 0)
         own = token - begin
@@ -403,8 +402,17 @@ def slot_of_token(
         count = tl.load(counts + row)
     end = tl.maximum(tl.load(lengths + row), 0)
     count = tl.maximum(tl.minimum(tl.minimum(count, length), end), 0)
-    inside &= (own >= 0) & (own < count)
-    index, slot = place_of(tl.where(inside, end - count + own, 0), page, C)
+    exists &= (own >= 0) & (own < count)
+    return row, tl.where(exists, end - count + own, 0), exists
+
+
+@triton.jit
+def slot_of_token(
+    token, page_table, lengths, counts, cu_seqlens, rows_of_batch, length, table_stride, table_width, every_page, page, C: tl.constexpr
+):
+    """Where new tokens (N,) of a batch go: the row of the batch, the page, the slot, and whether there is one."""
+    row, position, inside = position_of_token(token, lengths, counts, cu_seqlens, rows_of_batch, length)
+    index, slot = place_of(position, page, C)
     number, exists = page_number(page_table + row.to(tl.int64) * table_stride, tl.where(inside, index, table_width), table_width, every_page)
     return row, number, slot, inside & exists
 

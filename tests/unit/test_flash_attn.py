@@ -146,6 +146,43 @@ def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options:
         torch.testing.assert_close(lse[row], expected_lse[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("interleaved", (False, True))
+@pytest.mark.parametrize("options", ({}, {"causal": True}, {"window_size": (6, 3)}))
+@pytest.mark.parametrize("queries, new", ((1, 1), (3, 3), (2, 4), (4, 1)))
+def test_rotary_embeddings_are_applied_first(queries: int, new: int, options: dict[str, Any], interleaved: bool) -> None:
+    """To new keys from cache_seqlens on, and to queries likewise; without a mask, all queries have the first position."""
+    r = torch.Generator().manual_seed(queries)
+    before = torch.tensor(LENGTHS_OF_CACHE, dtype=torch.int32)
+    q, key, value = (torch.randn(2, n, heads, 32, generator=r).half() for n, heads in ((queries, 4), (new, 2), (new, 2)))
+    angles = torch.arange(40)[:, None] / 10.0 ** torch.arange(8)
+    cos, sin = angles.cos().half(), angles.sin().half()
+    found, caches = [], []
+    for by_hand in (False, True):
+        arguments, _, _ = cached(True)
+        tokens: dict[str, Any] = dict(k=key, v=value, rotary_cos=cos, rotary_sin=sin, rotary_interleaved=interleaved)
+        query = q
+        if by_hand:
+            at = before[:, None] + torch.arange(new)
+            of_queries = before[:, None] + torch.arange(queries) * bool(options)
+            query, turned = (by_position(x, y, cos, sin, interleaved) for x, y in ((q, of_queries), (key, at)))
+            tokens = dict(k=turned, v=value)
+        found.append(flash_attn_with_kvcache(query, **arguments, **tokens, cache_seqlens=before, **options))
+        caches.append(arguments["k_cache"])
+    assert torch.equal(*found) and torch.equal(*(x.nan_to_num(9.0) for x in caches))  # type: ignore[call-overload]
+
+
+def by_position(x: torch.Tensor, position: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """x (B, S, H, D) by complex numbers, at `position` (B, S)."""
+    pairs = cos.shape[1]
+    turns = torch.complex(cos.float(), sin.float())[position.long()].unsqueeze(2)
+    parts = x[..., : 2 * pairs].float().unflatten(-1, (pairs, 2) if interleaved else (2, pairs))
+    if not interleaved:
+        parts = parts.transpose(-2, -1)
+    turned = torch.view_as_real(torch.view_as_complex(parts.contiguous()) * turns)
+    turned = turned.flatten(-2) if interleaved else turned.transpose(-2, -1).flatten(-2)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * pairs :]], -1)
+
+
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"causal": True, "window_size": (6, 3), "softcap": 3.0}))
 def test_packed_queries_attend_to_pages(options: dict[str, Any]) -> None:
     """Of sequences whose lengths either argument has; tokens of no sequence are zeros."""
@@ -210,8 +247,9 @@ def test_e4m3_caches_have_descales() -> None:
 @pytest.mark.parametrize(
     "options, message",
     (
-        ({"rotary_cos": torch.ones(1)}, "rotary_cos is given; it must be None"),
-        ({"rotary_sin": torch.ones(1)}, "rotary_sin is given"),
+        ({"rotary_cos": torch.ones(40, 16)}, "rotary_sin is None; rotary_cos and rotary_sin go together"),
+        ({"rotary_sin": torch.ones(40, 16)}, "rotary_cos is None"),
+        ({"rotary_cos": torch.ones(40, 16), "rotary_sin": torch.ones(40, 16)}, "rotary_cos is given and k is None"),
         ({"cache_leftpad": torch.ones(1)}, "cache_leftpad is given"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given"),
         ({"num_splits": 3}, "num_splits is 3; it must be 0"),
