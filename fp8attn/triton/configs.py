@@ -181,8 +181,8 @@ def unsupported_config(config: Config, call: Call, device: Device) -> str | None
     live = max(config.block_n, *value_parts(call))  # scores and fresh P·V are live one after the other
     if isinstance(config, HopperConfig):
         rows, warps = ROWS, 4
-        if config.teams not in (1, config.consumers) or (config.teams, config.consumers) == (2, 2):
-            return f"{config.consumers} consumers in {config.teams} teams: there must be one team, or three of one consumer each"
+        if config.teams not in (1, config.consumers):
+            return f"{config.consumers} consumers in {config.teams} teams: there must be one team, or one consumer in each"
         if config.consumers > 1 and call.attn_mask is not None and (call.k_group == 1 or call.int8 or call.bias is not None):
             # an assertion in Triton's axis analysis fails if a worker partition loads both
             return "several consumers that load a mask and, of every key, a scale, int8's mark or a bias: Triton 3.6 can't compile it"
@@ -238,15 +238,21 @@ HOPPER_REGISTERS = {1: 240, 2: 240, 3: 160}
 thread."""
 
 
+SHORT_CAUSAL = 1024
+"""Keys up to which causal calls take teams of one consumer. Two teams load all keys twice."""
+
+
 def hopper_config(call: Call, device: Device) -> HopperConfig:
     """The default Hopper config: two consumers, of up to 64 channels of e4m3 three in teams of one, or one where they
     don't fit or leave SMs idle; and as many stages as fit.
 
-    Three consumers spill where P·V has 128 channels, or scores are converted from int8.
+    Three consumers spill where P·V has 128 channels, or scores are converted from int8. Teams of one have tiles of 64
+    rows, of which short causal calls see fewer hidden keys.
     """
     token_chunks = call.batch * call.q_heads * -(-call.q_length // ROWS)
     is_small = sum(value_parts(call)) <= 64 and not call.int8
-    for consumers, teams in ((3, 3), (2, 1), (1, 1))[not is_small :]:
+    is_short = call.causal != "none" and call.varlen is None and call.kv_length <= SHORT_CAUSAL
+    for consumers, teams in (*[(3, 3)] * is_small, *[(2, 2)] * is_short, (2, 1), (1, 1)):
         if consumers > 1 and token_chunks < device.sm_count * consumers:
             continue
         for stages in (4, 3, 2):

@@ -232,9 +232,9 @@ def largest_factor(C: Traits):
 
 
 @gluon.jit
-def largest_scale(k_scale, stride, begin, end, C: gl.constexpr):
-    """The largest scale of the key blocks from `begin` to `end` - 1; inf if one marks a non-finite key of int8, or is
-    NaN."""
+def load_largest_scales(k_scale, stride, begin, end, C: gl.constexpr):
+    """(128,), of which the maximum is the largest scale of the key blocks from `begin` to `end` - 1; inf if one marks a
+    non-finite key of int8, or is NaN."""
     lanes = gl.arange(0, 128, layout=gl.BlockedLayout([1], [32], [4], [0]))
     largest = gl.full([128], 0.0, gl.float32, lanes.type.layout)
     if C.k_group == 0:
@@ -246,7 +246,7 @@ def largest_scale(k_scale, stride, begin, end, C: gl.constexpr):
     for first in range(begin, end, 128):
         scale = gl.load(k_scale + (first + lanes) * stride, mask=first + lanes < end, other=0.0)
         largest = gl.maximum(largest, gl.where(scale >= 0.0, scale, float("inf")))
-    return gl.max(largest, 0)
+    return largest
 
 
 @gluon.jit
@@ -424,8 +424,6 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
             index = rows * 0 if C.q_group == 0 else rows // C.q_group
             pointers = q_scale + batch * q_scale_strides[0] + head * q_scale_strides[1] + (q_begin + index.to(gl.int64)) * q_scale_strides[2]
             row_scale = gl.load(pointers, mask=rows < q_length, other=0.0)
-            mbarrier.wait(q_full.index(ME), turn & 1)
-            row_factor = row_scale * (softmax_scale * LOG2E)
 
             m = gl.full([64], NOTHING, gl.float32, R)
             l = gl.full([64, ONES // 2], 0.0, gl.float32, lane_layout())
@@ -444,11 +442,21 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
                 block = release(barriers, loaded_begin, begin, block, TEAM, STAGES)
             scale_base = k_scale + batch * k_scale_strides[0] + kv_head * k_scale_strides[1]
             scale_base += (k_begin if C.k_group == 1 else page) * k_scale_strides[2]
-            most = 0.0
-            if folds_factor(C):
-                most = gl.max(row_factor, 0)
-            if mask is None and (folds_factor(C) or (C.int8 and C.k_group != 1)):
-                largest = largest_scale(scale_base, k_scale_strides[2], begin, seen, C)
+            BOUNDED: gl.constexpr = mask is None and (folds_factor(C) or (C.int8 and C.k_group != 1))
+            scales = load_largest_scales(scale_base, k_scale_strides[2], begin, seen, C) if BOUNDED else row_scale
+            value_base = v_scale + sequence * v_scale_strides[0] + kv_head * v_scale_strides[1]
+            scale0 = load_channels(value_base, v_scale_strides[2], 0, C.dv0, C.value_dim)
+            scale1 = load_channels(value_base, v_scale_strides[2], C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else scale0
+            mean0 = None
+            mean1 = None
+            if v_mean is not None:
+                channel_means = v_mean + (sequence * kv_heads + kv_head) * C.value_dim
+                mean0 = load_channels(channel_means, 1, 0, C.dv0, C.value_dim)
+                mean1 = load_channels(channel_means, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
+            row_factor = row_scale * (softmax_scale * LOG2E)
+            most = gl.max(row_factor, 0) if folds_factor(C) else 0.0
+            if BOUNDED:
+                largest = gl.max(scales, 0)
                 bounded = most * largest < largest_factor(C) if folds_factor(C) else largest < float("inf")
                 whole = gl.where(bounded, whole, edge)
             bias_base = bias
@@ -468,6 +476,7 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
             keys = (
                 k_strides[2], scale_base, k_scale_strides[2], most, bias_factor, softcap, shift, mask_strides, rows, q_length, kv_length, own_offsets,
             )  # fmt: skip
+            mbarrier.wait(q_full.index(ME), turn & 1)
             if C.window:
                 for n in range(begin, edge):
                     m, l, acc0, acc1 = attend(
@@ -499,15 +508,6 @@ def consume(buffers, barriers, tensors, strides, shape, positions, offsets, soft
             mbarrier.arrive(q_empty.index(ME))
             block = release(barriers, seen, loaded, block, TEAM, STAGES)
 
-            scale_base = v_scale + sequence * v_scale_strides[0] + kv_head * v_scale_strides[1]
-            scale0 = load_channels(scale_base, v_scale_strides[2], 0, C.dv0, C.value_dim)
-            scale1 = load_channels(scale_base, v_scale_strides[2], C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else scale0
-            mean0 = None
-            mean1 = None
-            if v_mean is not None:
-                channel_means = v_mean + (sequence * kv_heads + kv_head) * C.value_dim
-                mean0 = load_channels(channel_means, 1, 0, C.dv0, C.value_dim)
-                mean1 = load_channels(channel_means, 1, C.dv0, C.dv1, C.value_dim) if C.dv1 > 0 else mean0
             l = gl.convert_layout(gl.max(l, 1), R)
             if C.int8:
                 l = set_nonfinite_rows(l, q + batch * q_strides[0] + head * q_strides[1] + q_begin * q_strides[2], rows, q_strides[2], q_length)
@@ -597,6 +597,17 @@ def hopper_kernel(
             ],
             [1],
             [24],
+        )
+    elif CONSUMERS == 2 and TEAMS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ZERO, C)),
+                (consume, (buffers, barriers, tensors, strides, shape, positions, offsets, softcap, softmax_scale, ONE, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ZERO, C)),
+                (produce, (descriptors, buffers, barriers, shape, positions, offsets, ONE, C)),
+            ],
+            [4, 1, 1],
+            [C.config.registers, 24, 24],
         )
     elif CONSUMERS == 2:
         gl.warp_specialize(

@@ -368,7 +368,8 @@ def paged(arch: int, part: int) -> list[dict]:
     from fp8attn.device import ARCHITECTURES
     from fp8attn.pages import PagedCall, Stage
     from fp8attn.reference import Scoring
-    from fp8attn.triton import paged_append, paged_attention, paged_tensors
+    from fp8attn.rotary import Angles
+    from fp8attn.triton import paged_append, paged_attention, paged_tensors, rotary
     from offline import architecture
 
     device, compiled = ARCHITECTURES[arch], []
@@ -428,13 +429,23 @@ def paged(arch: int, part: int) -> list[dict]:
             paged_tensors.append(foreign, new, new, of_packed, device, warmup=True)
             counted = dataclasses.replace(batch, counts=torch.zeros(2, dtype=torch.int32))
             paged_tensors.append(foreign, q[:, :2], q[:, :2], counted, device, warmup=True)
+            angles = Angles(torch.zeros(9, dim // 2), torch.zeros(9, dim // 2), interleaved=length > 1)
+            rotary.turn(q, q[:, :2], counted, angles, warmup=True)
+            rotary.turn(q[0].transpose(0, 1), None, of_packed, angles, warmup=True)
     return compiled
 
 
 STACK_OF_FEW_TOKENS = 1600
 """Bytes of a thread's stack of the kernel that appends few tokens, and so seldom a page."""
 
-MOST_STACK = {"append_kernel": 160, "attention_kernel": 200, "combine_kernel": 0, "tensors_attention_kernel": 0, "write_tokens_kernel": 0}
+MOST_STACK = {
+    "append_kernel": 160,
+    "attention_kernel": 200,
+    "combine_kernel": 0,
+    "tensors_attention_kernel": 0,
+    "write_tokens_kernel": 0,
+    "rotary_kernel": 0,
+}
 """Bytes of a thread's stack that a cache's kernels may have on Hopper, for registers that are spilled."""
 
 
@@ -453,7 +464,9 @@ def test_kernels_of_a_cache_compile(arch: int, part: int, tmp_path: Path) -> Non
         few = entry["kernel"] == "append_kernel" and entry["length"] <= FEW_TOKENS
         assert arch != 90 or entry["stack"] <= (STACK_OF_FEW_TOKENS if few else MOST_STACK[entry["kernel"]]), entry
         assert arch != 90 or entry["registers"] <= (FEW_REGISTERS if few else 255), entry
-        assert not (entry["fuses"] and entry["kernel"] == "append_kernel"), "its bytes are the definition's only if nothing is fused"
+        assert not (entry["fuses"] and entry["kernel"] in ("append_kernel", "rotary_kernel")), (
+            "its bytes are the definition's only if nothing is fused"
+        )
 
 
 def by_itself(call: str, cache: Path) -> Any:

@@ -18,6 +18,7 @@ from conftest import RECORD, dealt, long_tests, recorded, residues
 
 import fp8attn
 from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.layout import padded_length
 from fp8attn.prepare import call_of
 from fp8attn.triton import configs, tune
 
@@ -268,6 +269,21 @@ def test_candidates_fit_and_rules_choose_what_fits(device: Device, dim: int) -> 
         assert configs.fits(configs.hopper_config(call, device), call, device)
 
 
+@pytest.mark.parametrize(
+    "dim, qk, causal, length, consumers, teams",
+    ((64, "e4m3", False, 4096, 3, 3), (64, "int8", False, 4096, 2, 1), (128, "e4m3", False, 1024, 2, 1), (128, "e4m3", True, 1024, 2, 2),
+     (128, "int8", True, 1024, 2, 2), (128, "e4m3", True, 1025, 2, 1), (256, "e4m3", True, 1024, 2, 1), (64, "e4m3", True, 1024, 3, 3)),
+)  # fmt: skip
+def test_consumers_and_teams_follow_the_call(dim: int, qk: str, causal: bool, length: int, consumers: int, teams: int) -> None:
+    q = torch.zeros(1, 64, length, dim, device="meta", dtype=torch.int8 if qk == "int8" else torch.float8_e4m3fn)
+    v = torch.zeros(1, 64, dim, padded_length(length), device="meta", dtype=torch.float8_e4m3fn)
+    scale, of_v = torch.zeros(1, 64, length, device="meta"), torch.zeros(1, 64, dim, device="meta")
+    query, key = (fp8attn.Quantized(q, scale, "token", "rows", length) for _ in range(2))
+    call = call_of(query, key, fp8attn.Quantized(v, of_v, "channel", "values", length), is_causal=causal, recipe=fp8attn.Recipe(qk=qk))
+    config = configs.hopper_config(call, ARCHITECTURES[90])
+    assert (config.consumers, config.teams) == (consumers, teams)
+
+
 def test_unsupported_configs_say_why() -> None:
     q = torch.zeros(1, 1, 300, 256, dtype=torch.bfloat16)
     call = call_of(q, q, q)
@@ -278,7 +294,7 @@ def test_unsupported_configs_say_why() -> None:
         (configs.PortableConfig(64, 96, 4, 2), hopper, "straddle"),
         (configs.PortableConfig(128, 128, 2, 2), hopper, "accumulator registers"),
         (configs.HopperConfig(3, 128, 2, 240), hopper, "an SM has"),
-        (configs.HopperConfig(2, 128, 2, 240, teams=2), hopper, "teams"),
+        (configs.HopperConfig(3, 128, 2, 160, teams=2), hopper, "teams"),
     ):
         assert reason in (configs.unsupported_config(config, call, device) or ""), config
 
