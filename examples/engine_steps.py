@@ -1,5 +1,5 @@
 """Steps of an engine that has a paged KV cache of its own, in e4m3: prompts in chunks and decode steps in one call, by FlashAttention's
-signature with a block table.
+signature with a block table. Queries and keys get rotary embeddings first.
 
 On a GPU the default sizes are a model's; on a CPU they are small, and the numerics are modelled in plain torch.
 """
@@ -68,21 +68,22 @@ class Engine:
         self.k, self.v = torch.zeros(shape, dtype=torch.uint8, device=self.device).view(torch.float8_e4m3fn)
         self.free = list(range(shape[1]))
         self.cache = fp8attn.PagedTensors(self.k, self.v, SCALE, SCALE)
+        pairs = options.head_dim // 2
+        angles = torch.arange(max(self.most) * options.page)[:, None] / 10000.0 ** (torch.arange(pairs) / pairs)
+        self.cos, self.sin = angles.cos().to(self.device), angles.sin().to(self.device)
 
     def step(self) -> tuple[torch.Tensor, list[int], float]:
-        """One step of all sequences: the output (T, Hq, D), each sequence's tokens, and the seconds of writing and attention."""
+        """One step of all sequences: the output (T, Hq, D), each sequence's tokens, and the seconds of embedding, writing and attention."""
         options, page = self.options, self.options.page
         counts = [s.next_tokens(options.chunk) for s in self.sequences]
         q, k, v = (self.drawn(sum(counts), heads) for heads in (options.heads, options.kv_heads, options.kv_heads))
-        slots, first = [], 0
+        slots = []
         for s, n in zip(self.sequences, counts, strict=True):
-            s.keys.append(k[first : first + n])
-            s.values.append(v[first : first + n])
             positions = range(s.length, s.length + n)
             while len(s.pages) * page < s.length + n:
                 s.pages.append(self.free.pop())
             slots += [s.pages[i // page] * page + i % page for i in positions]
-            s.length, first = s.length + n, first + n
+            s.length += n
         table = torch.zeros(len(counts), max(self.most), dtype=torch.int32)
         for row, s in enumerate(self.sequences):
             table[row, : len(s.pages)] = torch.tensor(s.pages, dtype=torch.int32)
@@ -91,6 +92,7 @@ class Engine:
         table, starts, used, mapping = (x.to(self.device) for x in (table, starts, used, torch.tensor(slots)))
         self.synchronize()
         start = time.perf_counter()
+        q, k = fp8attn.rotary_embedding(q, k, fp8attn.PagedBatch(table, used, cu_seqlens=starts), self.cos, self.sin)
         fp8attn.write_to_pages(k, v, self.cache, mapping)
         out = flash_attn_varlen_func(
             q, self.k, self.v, starts, None, max(counts), int(used.max()), causal=True, block_table=table, seqused_k=used,
@@ -98,8 +100,12 @@ class Engine:
         )  # fmt: skip
         self.synchronize()
         assert isinstance(out, torch.Tensor)
+        seconds = time.perf_counter() - start
+        for s, keys, values in zip(self.sequences, k.split(counts), v.split(counts), strict=True):
+            s.keys.append(keys)
+            s.values.append(values)
         self.q = q
-        return out, counts, time.perf_counter() - start
+        return out, counts, seconds
 
     def drawn(self, tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, self.options.head_dim, device=self.device, dtype=torch.bfloat16)

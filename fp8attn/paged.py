@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.compiler import is_compiling
@@ -233,16 +233,20 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
     return (out, lse) if options.return_lse else out
 
 
+Key = TypeVar("Key", torch.Tensor, None)
+"""Keys, or None in their place."""
+
+
 def rotary_embedding(
     query: torch.Tensor,
-    key: torch.Tensor | None,
+    key: Key,
     batch: PagedBatch,
     cos: torch.Tensor,
     sin: torch.Tensor,
     *,
     interleaved: bool = False,
     backend: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor, Key]:
     """Rotary position embeddings (Su et al., arXiv:2104.09864) of a batch's new tokens, before `paged_sdpa` gets them.
 
     A token's position is that in its sequence, by the batch's lengths, which are read on the device. Queries and keys
@@ -276,8 +280,7 @@ def rotary_embedding(
         found = getattr(library_ops, f"{backend}_rotary")(query, key, *others, interleaved)
         return found[0] if key is None else (found[0], found[1])
 
-    found = eager.kept(("rotary_embedding", interleaved, backend), (query, key), (cos, sin, table, lengths, counts, cu_seqlens), turn)
-    assert found is not None
+    found: Any = eager.kept(("rotary_embedding", interleaved, backend), (query, key), (cos, sin, table, lengths, counts, cu_seqlens), turn)
     return found if isinstance(found, tuple) else (found, None)
 
 

@@ -79,9 +79,9 @@ class Recipe:
         k: granularity of K's scales: `tensor | head | block | token`. All but `token` are free in the kernel.
         v: granularity of V's scales: `tensor | head | channel`. V is always rounded so that errors of neighbouring keys
             cancel (fp8attn.quantization.encode_values).
-        smooth_k: subtract K's mean over tokens before quantizing. The mean is estimated from 512 tokens. Softmax
-            doesn't change, and channels with a large common part no longer use up e4m3's precision (SageAttention,
-            arXiv:2410.02367, section 4.2).
+        smooth_k: subtract K's mean over tokens before quantizing. Of more than 512 tokens it is estimated from at most
+            128. Softmax doesn't change, and channels with a large common part no longer use up e4m3's precision
+            (SageAttention, arXiv:2410.02367, section 4.2).
         smooth_v: subtract V's mean over tokens before quantizing, unless it is small, and add it back after
             normalisation. This is exact because the probabilities of a row sum to one.
         smooth_q: subtract the mean of every 64 queries before quantizing, and add the product of that mean with K to
