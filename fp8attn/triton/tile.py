@@ -106,6 +106,13 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr):
 
 
 @triton.jit
+def difference(x, y):
+    """x - y of numbers that were rounded. A compiler may fuse other differences with the product before: a score and the
+    maximum of scores would then differ by rounding, and a code has no room for that from scores of 2^24 on."""
+    return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def code_step(x, factor, m, large, FOLDED: tl.constexpr, POSITIVE: tl.constexpr):
     """One key block of online softmax in base 2, P as codes. x, factor, m, POSITIVE: see `next_largest`.
 
@@ -124,14 +131,12 @@ def code_step(x, factor, m, large, FOLDED: tl.constexpr, POSITIVE: tl.constexpr)
         step = factor * (8 * CODE)
         top = m_new * (-8 * CODE) + largest_code
         if large:
-            # the maximum keeps the product from being fused with the difference
-            product = tl.maximum(x * factor[:, None], LOWEST_SCORE, propagate_nan=tl.PropagateNan.ALL)
-            x = tl.where(x == -float("inf"), x, product - m_new[:, None])
+            x = tl.where(x == -float("inf"), x, difference(x * factor[:, None], m_new[:, None]))
             step = tl.where(large, 8 * CODE, step)
             top = tl.where(large, largest_code, top)
         y = x * step[:, None] + top[:, None]
     else:
-        y = (x - m_new[:, None]) * (8 * CODE) + largest_code
+        y = difference(x, m_new[:, None]) * (8 * CODE) + largest_code
     return y, m_new, alpha
 
 

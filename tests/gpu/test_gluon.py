@@ -14,6 +14,7 @@ from fp8attn.call import Call
 from fp8attn.device import device_of
 from fp8attn.prepare import call_of
 from fp8attn.quantization import dequantize
+from fp8attn.recipe import Granularity
 from fp8attn.triton import run
 from fp8attn.triton.configs import HopperConfig
 from fp8attn.triton.tile import pack_codes
@@ -48,17 +49,18 @@ def hopper_call(device: torch.device, *operands: torch.Tensor, **options) -> tup
 @pytest.mark.parametrize("is_causal", (False, True))
 @pytest.mark.parametrize("head_dim", (64, 128, 256))
 @pytest.mark.parametrize("exponent", (-20, 0, 10, 30, 60))
-def test_scores_of_any_size(device: torch.device, head_dim: int, exponent: int, is_causal: bool) -> None:
+@pytest.mark.parametrize("granularity", ("block", "token"))
+def test_scores_of_any_size(device: torch.device, granularity: Granularity, exponent: int, head_dim: int, is_causal: bool) -> None:
     """Sums of small integers are exact, so that a row's largest scores are equal: their values count alike, the others
     not at all where scores are far apart."""
     generator = torch.Generator(device).manual_seed(exponent)
     q, k, v = (torch.randint(-4, 5, (1, heads, 700, head_dim), device=device, generator=generator).float() for heads in (200, 2, 2))
-    recipe = Recipe(rotate=0, smooth_k=False, smooth_v=False)
+    recipe = Recipe(k=granularity, rotate=0, smooth_k=False, smooth_v=False)
     query, key, value = fp8attn.quantize(q, k, v, recipe=recipe)
     query.data.copy_(q), key.data.copy_(k)
     query.scale.fill_(2.0**exponent), key.scale.fill_(1.0)
     call, config = hopper_call(device, query, key, value, recipe=recipe, scale=1.0, is_causal=is_causal)
-    assert call.k_group > 1
+    assert (call.k_group > 1) == (granularity == "block")
     out, _ = run.forward(call, device_of(device), config)
     scores = (q.double() @ k.double().repeat_interleave(100, 1).transpose(-2, -1)) * 2.0**exponent
     if is_causal:
