@@ -99,28 +99,28 @@ def always_offset(m, FOLDED: tl.constexpr):
 
 
 @triton.jit
-def never_rescales(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
+def never_rescales(x, factor, m, FOLDED: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED)
     return p, m_new, alpha * 0 + 1, lanes
 
 
 @triton.jit
-def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
+def keeps_the_old_maximum(x, factor, m, FOLDED: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED)
     return p, tl.where(m == tile.NOTHING, m_new, m), alpha, lanes
 
 
 @triton.jit
-def never_falls(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED, POSITIVE, EXP2)
+def never_falls(x, factor, m, FOLDED: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m, FOLDED)
     kept = tl.maximum(m, m_new)
     fall = tl.exp2(m_new - kept)[:, None]
     return p * fall, kept, tl.exp2(m - kept), lanes * fall
 
 
 @triton.jit
-def falls_for_ever(x, factor, m, FOLDED: tl.constexpr, POSITIVE: tl.constexpr, EXP2: tl.constexpr):
-    p, m_new, alpha, lanes = original_softmax(x, factor, m * 0 + tile.NOTHING, FOLDED, POSITIVE, EXP2)
+def falls_for_ever(x, factor, m, FOLDED: tl.constexpr):
+    p, m_new, alpha, lanes = original_softmax(x, factor, m * 0 + tile.NOTHING, FOLDED)
     return p, m_new, tl.exp2(m - m_new), lanes
 
 

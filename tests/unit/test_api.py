@@ -23,6 +23,7 @@ from fp8attn import BackendUnavailable, Quantized, Recipe, api, backends, prepar
 from fp8attn.backends import cuda_unavailable
 from fp8attn.quantization import dequantize, values_layout
 from operator_errors import OPERATOR_ERRORS
+from rotary_errors import ROTARY_ERRORS
 from tensors_errors import TENSORS_ERRORS
 from varlen_errors import VARLEN_ERRORS
 
@@ -276,7 +277,7 @@ def test_errors_say_what_was_and_what_must_be(sample: tuple[Callable[[], object]
 def test_every_error_is_tested() -> None:
     """Every `raise` of the checks is reached by one of the samples, of a public function's or an operator's errors."""
     reached = set()
-    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS, *CACHE_ERRORS, *TENSORS_ERRORS]:
+    for action, kind, _ in [*ERRORS, *OPERATOR_ERRORS, *CACHE_ERRORS, *TENSORS_ERRORS, *ROTARY_ERRORS]:
         try:
             action()
         except kind as error:
