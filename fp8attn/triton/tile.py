@@ -107,8 +107,11 @@ def softmax_step(x, factor, m, FOLDED: tl.constexpr):
 
 @triton.jit
 def difference(x, y):
-    """x - y of numbers that were rounded. A compiler may fuse other differences with the product before: a score and the
-    maximum of scores would then differ by rounding, and a code has no room for that from scores of 2^24 on."""
+    """x - y of numbers that were rounded.
+
+    A compiler may fuse other differences with the product before. A score and the maximum of scores would then differ
+    by rounding, and a code has no room for that from scores of 2^24 on.
+    """
     return tl.inline_asm_elementwise("sub.rn.f32 $0, $1, $2;", "=f,f,f", [x, y], dtype=tl.float32, is_pure=True, pack=1)
 
 
