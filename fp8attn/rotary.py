@@ -43,6 +43,9 @@ class Places:
         """Those of a call of `length` tokens, S or T. Nothing is read on the host."""
         token = torch.arange(length, device=batch.lengths.device)
         ends = batch.lengths.clamp(min=0).long()
+        if not len(ends):
+            of_rows = torch.zeros((length,) if batch.cu_seqlens is not None else (0, length), dtype=torch.long, device=token.device)
+            return cls(of_rows, of_rows > 0)
         if batch.cu_seqlens is None:
             counts, end = (torch.full_like(ends, length) if batch.counts is None else batch.counts.long()).unsqueeze(1), ends.unsqueeze(1)
             own, exists = token, torch.ones_like(token, dtype=torch.bool)
@@ -50,7 +53,7 @@ class Places:
             edges = batch.cu_seqlens.long().clamp(0, length)
             row = torch.searchsorted(edges[1:].contiguous(), token, right=True)
             exists = row < len(ends)
-            row = row.clamp(max=max(len(ends) - 1, 0))
+            row = row.clamp(max=len(ends) - 1)
             own, counts, end = token - edges[row], edges[row + 1] - edges[row], ends[row]
         counts = torch.minimum(counts.clamp(max=length), end).clamp(min=0)
         exists = exists & (own >= 0) & (own < counts)

@@ -395,12 +395,12 @@ def position_of_token(token, lengths, counts, cu_seqlens, rows_of_batch, length)
     exists = row < rows_of_batch
     row = tl.where(exists, row, 0)
     if cu_seqlens is not None:
-        begin = tl.maximum(tl.load(cu_seqlens + row), 0)
+        begin = tl.maximum(tl.load(cu_seqlens + row, mask=exists, other=0), 0)
         own = token - begin
-        count = tl.minimum(tl.load(cu_seqlens + row + 1), length) - begin
+        count = tl.minimum(tl.load(cu_seqlens + row + 1, mask=exists, other=0), length) - begin
     elif counts is not None:
-        count = tl.load(counts + row)
-    end = tl.maximum(tl.load(lengths + row), 0)
+        count = tl.load(counts + row, mask=exists, other=0)
+    end = tl.maximum(tl.load(lengths + row, mask=exists, other=0), 0)
     count = tl.maximum(tl.minimum(tl.minimum(count, length), end), 0)
     exists &= (own >= 0) & (own < count)
     return row, tl.where(exists, end - count + own, 0), exists

@@ -161,6 +161,18 @@ def test_numbers_out_of_range_are_no_index(device: torch.device) -> None:
         assert all(torch.equal(y, x) for y in found), "by angles of 0"
 
 
+@pytest.mark.parametrize("rows, tokens", ((0, 3), (0, 0), (2, 0)))
+@pytest.mark.parametrize("packed", (False, True))
+def test_nothing_to_turn(rows: int, tokens: int, packed: bool, device: torch.device) -> None:
+    """No sequences, or no tokens: what there is comes back as it was."""
+    numbers = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+    batch = PagedBatch(numbers[:rows, None], numbers[:rows], cu_seqlens=numbers if packed else None)
+    q = torch.randn((tokens, 2, 16) if packed else (rows, 2, tokens, 16), device=device)
+    for backend in ("modelled", *(["triton"] if has_kernels(device) else [])):
+        out, _ = fp8attn.rotary_embedding(q, None, batch, numbers.new_ones(9, 8).float(), numbers.new_ones(9, 8).float(), backend=backend)
+        assert torch.equal(out, q)
+
+
 @pytest.mark.gpu
 def test_repeated_and_in_a_graph(device: torch.device) -> None:
     """Lengths are read on the device: they change between replays, and between calls that are repeated."""
