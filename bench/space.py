@@ -112,7 +112,7 @@ def spaces(backend: str, call: Call, device: Device) -> list[Space]:
         )
     ]
     if triton.unsupported_arch(call, device) is None:
-        structure = {"consumers": (1, 2, 3, 4), "teams": (1, 3), "stages": (2, 3, 4)}
+        structure = {"consumers": (1, 2, 3, 4), "teams": (1, 2, 3), "stages": (2, 3, 4)}
         found.append(Space(TritonHopperConfig, {}, structure, {"block_n": (64, 128), "registers": (112, 136, 160, 200, 240)}))
     return found
 

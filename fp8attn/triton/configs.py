@@ -219,7 +219,7 @@ def candidates(call: Call, device: Device) -> list[Config]:
     if device.arch // 10 == 9 and not device.emulated and unsupported_arch(call) is None:
         space += [
             HopperConfig(consumers, block_n, stages, HOPPER_REGISTERS[consumers], teams)
-            for consumers, block_n, stages, teams in product((1, 2, 3), (64, 128), (2, 4), (1, 3))
+            for consumers, block_n, stages, teams in product((1, 2, 3), (64, 128), (2, 4), (1, 2, 3))
         ]
     return [config for config in space if fits(config, call, device)]
 
