@@ -270,17 +270,16 @@ def rotary_embedding(
         TypeError, ValueError: an argument isn't as above.
         RuntimeError: an argument requires grad.
     """
-    rotary_ops.check_backend(backend)
-    if not isinstance(batch, PagedBatch):
-        raise TypeError(f"batch is a {type(batch).__name__}; it must be a fp8attn.PagedBatch")
-    validate.check_turned(query, key, batch, Angles(cos, sin, interleaved))
-    table, lengths, counts, _, cu_seqlens = batch.tensors()
+    check_paged_batch(batch)
 
-    def turn(query: torch.Tensor, key: torch.Tensor | None, *others: torch.Tensor | None) -> eager.Attention:
-        found = getattr(library_ops, f"{backend}_rotary")(query, key, *others, interleaved)
+    def turn(query: torch.Tensor, key: torch.Tensor | None, *others: Any) -> eager.Attention:
+        cos, sin, table, lengths, counts, _, cu_seqlens = others
+        rotary_ops.check_backend(backend)
+        validate.check_turned(query, key, batch, Angles(cos, sin, interleaved))
+        found = getattr(library_ops, f"{backend}_rotary")(query, key, cos, sin, table, lengths, counts, cu_seqlens, interleaved)
         return found[0] if key is None else (found[0], found[1])
 
-    found: Any = eager.kept(("rotary_embedding", interleaved, backend), (query, key), (cos, sin, table, lengths, counts, cu_seqlens), turn)
+    found: Any = eager.kept(("rotary_embedding", interleaved, backend), (query, key), (cos, sin, *batch.tensors()), turn)
     return found if isinstance(found, tuple) else (found, None)
 
 

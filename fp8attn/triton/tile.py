@@ -135,6 +135,7 @@ def code_step(x, factor, m, large, FOLDED: tl.constexpr, POSITIVE: tl.constexpr)
         top = m_new * (-8 * CODE) + largest_code
         if large:
             x = tl.where(x == -float("inf"), x, difference(x * factor[:, None], m_new[:, None]))
+            # constants in the layouts of step and top
             step = tl.where(large, 8 * CODE, step)
             top = tl.where(large, largest_code, top)
         y = x * step[:, None] + top[:, None]
