@@ -58,6 +58,10 @@ LARGEST_FACTOR = 2.0**100
 """Scale factors of scores are clamped to 2^±100, where their products with any dot product of e4m3 or int8 are
 finite."""
 
+LARGEST_SCORE = 2.0**20
+"""Float32 rounds scores below this by less than a sixteenth. From it on, a rounded maximum and an unrounded product
+differ by more than a code (`direct_code`) of P has room for."""
+
 LOWEST_SCORE = -torch.finfo(torch.float32).max
 """The lowest value that an additive mask adds to a score in base 2. Only -inf hides a key. torch.finfo(dtype).min times
 log2 e is beyond float32, so every finite number below -2.3587e38 adds this value. A score is rounded off next to it: a

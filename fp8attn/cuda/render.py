@@ -44,6 +44,7 @@ CONSTANTS: dict[str, int | float] = {
     "P_OFFSET": reference.P_OFFSET,
     "FALL": reference.FALL,
     "LARGEST_FACTOR": reference.LARGEST_FACTOR,
+    "LARGEST_SCORE": reference.LARGEST_SCORE,
     "LOWEST_SCORE": reference.LOWEST_SCORE,
     "NOTHING": -quantize_ref.FLOAT_MAX,
     "CODE_ROUND": reference.CODE_ROUND,

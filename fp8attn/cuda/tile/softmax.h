@@ -12,8 +12,6 @@ namespace fp8attn {
 
 constexpr uint32_t FOUR_ONES = 0x38383838;  // e4m3
 
-constexpr float LARGEST_SCORE = 0x1p20f;  // products below this are rounded by less than 1/16
-
 // Of a product of a number of Q and one of K.
 template <bool INT8>
 constexpr int LARGEST_PRODUCT = INT8 ? 128 * 128 : 448 * 448;
