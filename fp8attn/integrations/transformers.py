@@ -51,7 +51,8 @@ def register(
 
     Causal attention, padding, sliding windows, static and dynamic caches, grouped keys (not repeated), cross attention,
     position biases, learned sinks and soft caps go to fp8attn. Soft caps beside padding go to FlexAttention on a GPU,
-    and short calls with soft caps or sinks to the model's own eager attention. Other calls that fp8attn doesn't take go
+    and short calls with soft caps or sinks to the model's own eager attention. One query with a soft cap or sinks is
+    computed in the model's dtype by PyTorch's products, without repeated keys. Other calls that fp8attn doesn't take go
     to transformers' SDPA. The report counts them. Windows without padding are windows of `fp8attn.sdpa`, outside of
     graphs of torch.compile: their masks aren't read. Packed batches, with cu_seq_lens_q and cu_seq_lens_k, go to
     fp8attn.varlen_sdpa with all of these: no mask of all tokens by all tokens is read. On a GPU, PyTorch's varlen_attn
@@ -163,6 +164,11 @@ class _Call:
         return bool(self.query.shape[2] > 1 and self.attention_mask is None and causal)
 
     @property
+    def is_one_query(self) -> bool:
+        """Whether it is one that `_of_one_query` takes: a step of decoding."""
+        return self.query.shape[2] == 1 and not self.options.get("dropout") and self.options.get("position_bias") is None
+
+    @property
     def window(self) -> Window | None:
         """The window that is all that the mask hides, or None. torch.compile knows no attributes of tensors."""
         mask = self.attention_mask
@@ -258,7 +264,7 @@ class _Implementation:
             key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         if options.get("position_bias") is not None:
             mask, causal = _biased(options["position_bias"], mask, causal, key.shape[2]), False
-        if softcap and mask is not None:
+        if softcap and mask is not None and not call.is_one_query:
             by = "FlexAttention" if self.flexes(call) else "the model's own eager attention"
             self.report.count(layer, f"a soft cap beside a mask: {by}")
             return self.with_soft_cap(call)
@@ -270,6 +276,8 @@ class _Implementation:
         out = attempted(self.policy, self.report, layer, arguments)
         if out is not None:
             return out.transpose(1, 2).contiguous(), None
+        if (softcap or sinks is not None) and call.is_one_query:
+            return _of_one_query(call), None
         if softcap:
             return self.with_soft_cap(call)
         return call.by(self.by_sdpa, call.attention_mask) if sinks is None else _eager(call)  # SDPA has no sinks
@@ -307,6 +315,30 @@ def _biased(position_bias: torch.Tensor, attention_mask: torch.Tensor | None, ca
 def _lower_triangle(rows: int, keys: int, device: torch.device) -> torch.Tensor:
     """A causal mask aligned to the top left: bool (1, 1, Sq, Sk)."""
     return (torch.arange(keys, device=device) <= torch.arange(rows, device=device)[:, None])[None, None]
+
+
+def _of_one_query(call: _Call) -> torch.Tensor:
+    """Attention (B, 1, Hq, Dv) of one query of each sequence, with a mask, a soft cap and sinks.
+
+    The rows of a product are the query heads that share keys, so that keys and values are read once. The softmax is in
+    float32, and scores and weights are in the model's dtype.
+    """
+    query, key, value, options, mask = call.query, call.key, call.value, call.options, call.attention_mask
+    batch, heads, _, dim = query.shape
+    rows = query.reshape(batch, key.shape[1], -1, dim)
+    given = options.get("scaling")
+    scores = torch.matmul(rows, key.transpose(2, 3)).float() * (dim**-0.5 if given is None else given)
+    softcap, sinks = options.get("softcap"), options.get("s_aux")
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:  # (B, 1, 1, Sk) or of heads; there may be keys behind those of the mask
+        mask = mask[..., : key.shape[2]]
+        mask = mask if mask.shape[1] == 1 else mask.reshape(batch, *rows.shape[1:3], -1)
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.float().view(1, *rows.shape[1:3], 1).expand(*scores.shape[:3], 1)), -1)
+    weights = torch.softmax(scores, -1)[..., : key.shape[2]].to(value.dtype)
+    return torch.matmul(weights, value).reshape(batch, 1, heads, -1)
 
 
 def _flex(call: _Call, flex_attention: Callable[..., Any]) -> Answer:

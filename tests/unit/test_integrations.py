@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import inspect
 import sys
@@ -262,6 +263,49 @@ def test_soft_caps_by_flex_attention(transformers: ModuleType, mask: str) -> Non
     given = {"bool": shown, "additive": torch.randn(2, 1, 11, 11)}.get(mask)
     call = _Call(module, q, k, v, given, {"softcap": 1.5, "scaling": 0.7, "dropout": 0.0, "is_causal": mask == "causal"})
     torch.testing.assert_close(_flex(call, flex_attention)[0], _eager(call)[0])
+
+
+@pytest.mark.parametrize("mask", ("none", "bool", "additive", "of heads"))
+@pytest.mark.parametrize("softcap, sinks", ((1.5, False), (0.0, True), (1.5, True)))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_one_query_without_repeated_keys(transformers: ModuleType, mask: str, softcap: float, sinks: bool, dtype: torch.dtype) -> None:
+    """A step of decoding with a soft cap, sinks, or both, and grouped keys: as the exact reference."""
+    from fp8attn.integrations.transformers import _Call, _of_one_query
+
+    torch.manual_seed(5)
+    q = torch.randn(2, 1, 6, 16).transpose(1, 2).to(dtype)
+    k, v = (torch.randn(2, 3, 21, 16).to(dtype) for _ in range(2))
+    shown = torch.rand(2, 1, 1, 21) > 0.3
+    given = {"bool": shown, "additive": torch.randn(2, 1, 1, 21), "of heads": torch.rand(2, 6, 1, 21) > 0.3}.get(mask)
+    of_heads = torch.randn(6) if sinks else None
+    call = _Call(nn.Module(), q, k, v, given, {"softcap": softcap or None, "scaling": 0.7, "s_aux": of_heads})
+    assert call.is_one_query and not dataclasses.replace(call, query=q.expand(2, 6, 3, 16)).is_one_query
+    expected = fp8attn.reference_sdpa(
+        *(x.float() for x in (q, k, v)), given, scale=0.7, softcap=softcap, sinks=of_heads, enable_gqa=True
+    )  # fmt: skip
+    actual = _of_one_query(call)
+    assert actual.dtype == dtype and actual.is_contiguous()
+    assert error(actual.float(), expected.transpose(1, 2)) < (1e-6 if dtype == torch.float32 else 0.01)
+
+
+@pytest.mark.parametrize("family", ("Gemma2", "GptOss"))
+def test_steps_of_decoding_are_the_eager_model_s(transformers: ModuleType, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its eager attention, by which keys are repeated."""
+    import fp8attn.integrations.transformers as integration
+
+    model = decoder(transformers, family)
+    prompt, step = torch.arange(14).view(2, 7) % 11, torch.tensor([[3], [5]])
+    found = {}
+    for name in ("eager", "fp8attn_exact"):
+        if name == "fp8attn_exact":
+            integrations.transformers.register(name, backend="reference")
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            past = model(prompt, use_cache=True).past_key_values
+            with monkeypatch.context() as patch:
+                patch.setattr(integration, "_eager", lambda call: pytest.fail("it repeats keys"))
+                found[name] = model(step, past_key_values=past).logits
+    assert error(found["fp8attn_exact"], found["eager"]) < 2e-5
 
 
 def test_learned_sinks_stay_eager_where_calls_are_short(transformers: ModuleType) -> None:
