@@ -2,7 +2,7 @@
 //
 // The design is the Hopper kernel's: one producer warpgroup, consumer warpgroups of 64 query rows, persistent CTAs. A
 // ring stage has a page, or 64 tokens in half precision, which take as many bytes. The producer maps blocks to pages. A
-// consumer attends to the pages that its rows see in FP8, and then to its rows' own pages in half precision.
+// consumer attends to its rows' own pages in half precision, and to the pages that they see in FP8.
 #pragma once
 
 #include "launch.h"
@@ -36,6 +36,11 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const typename S::Range range(params, tile, consumer);
     if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
   };
+  // Of the channels that the thread has loaded.
+  constexpr float rows_behind = decltype(PrefillRows<C>::softmax)::BEHIND;
+  const auto find_inverse_scales = [&] {
+    for (int x = threadIdx.x % 128; x < C.head_dim; x += 128) shared.inverse_scale[consumer][x] = rows_behind / scales.channel_scale[x];
+  };
   using HalfQueries = Queries<C.head_dim, C.int8>;
   const auto load_queries = [&](HalfQueries& queries, const PageTile& tile) {
     const typename S::Range range(params, tile, consumer);
@@ -63,8 +68,17 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     });
   };
   constexpr int early_panels = sizeof(shared.output[0]) / (ROWS * HALF_ROW);
-  static_assert(early_panels <= S::half_panels);
+  static_assert(S::halves_first ? early_panels == S::half_panels : early_panels < S::half_panels);
+  // Once no output is staged there any more.
+  const auto fetch_half_queries = [&](const PageTile& tile) {
+    if (C.packed || elected) ptx::tma_store_wait<0>();
+    ptx::warpgroup_sync(1 + consumer);
+    if (!leads || !tile.exists()) return;
+    load_half_queries(tile, 0, early_panels);
+    ptx::mbarrier_expect(&shared.half_queries_full[consumer], S::half_panels * ROWS * HALF_ROW);
+  };
 
+  fetch_half_queries(shared.tiles[0]);
   HalfQueries first_queries;
   load_queries(first_queries, shared.tiles[0]);
   find_row_ends(shared.tiles[0]);
@@ -76,9 +90,9 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const typename S::Range pages_of_rows(params, tile, consumer);
     PrefillRows<C> rows;
     typename S::Score sums[KEYS / 2];
-    float factor[2], alpha[2], beta[2];
+    float factor[2], beta[2];
     uint32_t probabilities[KEYS / 32][4];
-    bool in_range, missing, has_nonfinite_key, grows;
+    bool in_range, missing, has_nonfinite_key;
 
     const auto wait_for_keys = [&](Ring<C.stages> at) { ptx::mbarrier_wait(&shared.k_full[at.stage], at.phase); };
     const auto wait_for_values = [&] { ptx::mbarrier_wait(&shared.v_full[ring.stage], ring.phase); };
@@ -126,7 +140,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
         };
         if (page < pages_of_rows.edge) hide_before(scores, begin, page * KEYS, f);
       }
-      grows = rows.softmax.step(scores, factor, in_range, probabilities, alpha, beta);
+      rows.softmax.step(scores, factor, in_range, probabilities, beta, [&](const float (&alpha)[2]) { rows.rescale(alpha); });
     };
     // Waits for Q·Kᵀ of the ring's page; its scores become P and beta.
     const auto softmax_step = [&](int page) {
@@ -146,7 +160,6 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const auto accumulate_pv = [&] {
       if constexpr (S::prepares_late) wait_for_values();
       rows.add_page(probabilities, ptx::operand_of(first_values, ring.stage, V_STAGE), beta, [&] {
-        if (grows) rows.rescale(alpha);  // here, as registers are scarce before
         const float2 scales = *reinterpret_cast<const float2*>(&shared.page_scales[ring.stage]);
         if constexpr (!S::prepares_late) prepare(scales.y);
         return scales.x;
@@ -155,32 +168,56 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
       free_values();
     };
 
-    if (C.packed || elected) ptx::tma_store_wait<0>();
-    ptx::cp_async_wait();
-    ptx::warpgroup_sync(1 + consumer);  // codes and scales are there; no output is staged any more
-    if (leads) {
-      load_half_queries(tile, 0, early_panels);
-      ptx::mbarrier_expect(&shared.half_queries_full[consumer], S::half_panels * ROWS * HALF_ROW);
-    }
-
-    int page = tile.first_page;
-    for (; page < pages_of_rows.begin; ++page, ring.advance()) skip_block();
-    if (pages_of_rows.seen > page) {
-      wait_for_keys(ring);
-      issue_scores(ring.stage);
-      prepare(read(shared.page_scales[ring.stage].k));
-      // One loop for all pages: all warps of the warpgroup must issue the same wgmma, whatever their rows need.
-      for (;;) {
-        softmax_step(page);
-        accumulate_pv();
-        ring.advance();
-        if (++page >= pages_of_rows.seen) break;
+    const auto attend_to_pages = [&] {
+      int page = tile.first_page;
+      for (; page < pages_of_rows.begin; ++page, ring.advance()) skip_block();
+      if (pages_of_rows.seen > page) {
         wait_for_keys(ring);
         issue_scores(ring.stage);
-        if constexpr (S::prepares_late) prepare(read(shared.page_scales[ring.stage].k));
+        prepare(read(shared.page_scales[ring.stage].k));
+        // One loop for all pages: all warps of the warpgroup must issue the same wgmma, whatever their rows need.
+        for (;;) {
+          softmax_step(page);
+          accumulate_pv();
+          ring.advance();
+          if (++page >= pages_of_rows.seen) break;
+          wait_for_keys(ring);
+          issue_scores(ring.stage);
+          if constexpr (S::prepares_late) prepare(read(shared.page_scales[ring.stage].k));
+        }
       }
+      for (; page < tile.pages; ++page, ring.advance()) skip_block();
+    };
+    const auto attend_to_halves = [&](const typename S::Range& range) {
+      ptx::mbarrier_wait(&shared.half_queries_full[consumer], round & 1);
+      for (int i = 0; i < tile.halves; ++i, ring.advance()) {
+        const int block = tile.first_half + i;
+        if (block < range.first_half || block >= range.end_half) {
+          skip_block();
+          continue;
+        }
+        float s[HALF_BLOCK / 2];
+        wait_for_keys(ring);
+        issue_half_scores<C, T>(s, shared, consumer, ptx::uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.k[ring.stage]))));
+        wait_for_values();
+        ptx::wgmma_wait<0>();
+        ptx::wgmma_touch(s);
+        free_keys();
+        see_own_page<C>(params, s, range, block, f);
+        add_half_block<C, T>(rows, s, ptx::uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
+        free_values();
+      }
+    };
+
+    ptx::cp_async_wait();
+    if constexpr (S::halves_first) find_inverse_scales();
+    ptx::warpgroup_sync(1 + consumer);  // codes and scales are there
+    if constexpr (S::halves_first) {
+      const typename S::Range range(params, tile, consumer);
+      attend_to_halves(range);
+      rows.begin_pages(scales, shared.inverse_scale[consumer], shared.mean_score[consumer], range, f);
     }
-    for (; page < tile.pages; ++page, ring.advance()) skip_block();
+    attend_to_pages();
 
     bool nonfinite[2] = {};  // rows of Q: their codes are NaN in a part that is rotated
 #pragma unroll
@@ -191,33 +228,16 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
         nonfinite[r] |= C.int8 ? code == INT8_NAN : (code & 0x7F) == 0x7F;
       }
     // The tile may have no pages. Without this wait, consumers could run ahead, and the producer would miss a phase.
-    wait_for_keys(ring);
+    if constexpr (!S::halves_first) wait_for_keys(ring);
     __syncwarp();
-    if (elected) ptx::mbarrier_arrive(&shared.q_empty[consumer]);
-    if constexpr (S::half_panels > early_panels) {
-      ptx::warpgroup_sync(1 + consumer);  // nobody reads codes of queries any more
-      if (leads) load_half_queries(tile, early_panels, S::half_panels);
-    }
+    if (elected) ptx::mbarrier_arrive(&shared.pages_done[round % 2][consumer]);
     // read again, rather than kept in registers through the loop over pages
     const typename S::Range range(params, tile, consumer);
-    if (range.seen > 0) rows.restore(scales, shared.mean_score[consumer], f);
-    ptx::mbarrier_wait(&shared.half_queries_full[consumer], round & 1);
-    for (int i = 0; i < tile.halves; ++i, ring.advance()) {
-      const int block = tile.first_half + i;
-      if (block < range.first_half || block >= range.end_half) {
-        skip_block();
-        continue;
-      }
-      float s[HALF_BLOCK / 2];
-      wait_for_keys(ring);
-      issue_half_scores<C, T>(s, shared, consumer, ptx::uniform(ptx::wgmma_descriptor<HALF_ROW>(ptx::shared_address(shared.k[ring.stage]))));
-      wait_for_values();
-      ptx::wgmma_wait<0>();
-      ptx::wgmma_touch(s);
-      free_keys();
-      see_own_page<C>(params, s, range, block, f);
-      add_half_block<C, T>(rows, s, ptx::uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(shared.v[ring.stage]), HALF_BLOCK * HALF_ROW)));
-      free_values();
+    if (range.seen > 0) rows.end_pages(scales, shared.mean_score[consumer], range, f);
+    if constexpr (!S::halves_first) {
+      ptx::warpgroup_sync(1 + consumer);  // nobody reads codes of queries any more
+      if (leads) load_half_queries(tile, early_panels, S::half_panels);
+      attend_to_halves(range);
     }
 
 #pragma unroll
@@ -237,6 +257,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     load_channels(next_tile);
     store_rows<C>(params, shared, range, consumer, rows, f);
     if constexpr (S::parts > 1) load_queries(queries, next_tile);
+    fetch_half_queries(next_tile);
     quantize_queries(queries, next_tile);
   }
   ptx::tma_store_wait<0>();
@@ -253,7 +274,7 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
   const int warpgroup = ptx::uniform(threadIdx.x / 128);
   if (threadIdx.x == 0) {
     for (int c = 0; c < C.consumers; ++c) {
-      ptx::mbarrier_init(&shared.q_empty[c], 4);
+      for (auto& of_round : shared.pages_done) ptx::mbarrier_init(&of_round[c], 4);
       ptx::mbarrier_init(&shared.half_queries_full[c], 1);
     }
     for (int stage = 0; stage < C.stages; ++stage) {
@@ -263,6 +284,8 @@ __global__ void __launch_bounds__(PrefillShape<Instance::config>::threads, 1) pr
       ptx::mbarrier_init(&shared.v_empty[stage], 4 * C.consumers);
       ptx::mbarrier_init(&shared.half_taken[stage], 1);
     }
+    ptx::mbarrier_init(&shared.next_written, 1);
+    ptx::mbarrier_init(&shared.next_read, 3);
     ptx::fence_barrier_init();
     ptx::wait_for_grids_before();  // one of which writes lengths
     write_next_tile<C>(shared, schedule, -1);

@@ -87,8 +87,13 @@ class PrefillConfig:
         tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
         output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
         tile = 56 + 8 * self.consumers + (8 if self.packed else 0)  # sizeof(PackedPagedTile) or sizeof(PagedTile)
-        facts = 4 * self.consumers * (2 * self.head_dim + 3 * ROWS) + 4 * tile + 16 * self.stages
-        return round_up(tiles + output + round_up(facts, 8) + 8 * (2 * self.consumers + 5 * self.stages), 1024)
+        facts = 4 * self.consumers * (2 * self.head_dim + (self.head_dim if self.halves_first else 1) + 3 * ROWS) + 4 * tile + 16 * self.stages
+        return round_up(tiles + output + round_up(facts, 8) + 8 * (3 * self.consumers + 2 + 5 * self.stages), 1024)
+
+    @property
+    def halves_first(self) -> bool:
+        """Whether blocks in half precision come before pages. PrefillShape says when."""
+        return self.head_dim <= 128
 
     @property
     def name(self) -> str:
@@ -96,8 +101,8 @@ class PrefillConfig:
 
 
 SPEEDS = {
-    PrefillConfig(64, 3, 4, 160): 1.0,
-    PrefillConfig(64, 2, 6, 232): 0.82,
+    PrefillConfig(64, 3, 8, 160): 1.0,
+    PrefillConfig(64, 2, 8, 232): 0.82,
     PrefillConfig(64, 1, 8, 255): 0.48,
     PrefillConfig(128, 3, 4, 160): 1.0,
     PrefillConfig(128, 2, 5, 232): 0.85,

@@ -93,23 +93,41 @@ struct PrefillRows {
     }
   }
 
-  // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means.
-  __device__ void restore(const TileScales<C.head_dim>& scales, const float (&mean_score)[ROWS], Fragment f) {
+  // Makes sums over pages those of K and V as they were: with V's scales per channel, and the means. Rows that see no
+  // page keep theirs: the scales and means are of tokens behind them.
+  template <typename Range>
+  __device__ void end_pages(const TileScales<C.head_dim>& scales, const float (&mean_score)[ROWS], const Range& range, Fragment f) {
+    const bool sees[2] = {range.row_end(f.row) > 0, range.row_end(f.row + 8) > 0};
 #pragma unroll
-    for (int r = 0; r < 2; ++r) softmax.end_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);
+    for (int r = 0; r < 2; ++r)
+      if (sees[r]) softmax.end_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);
+    of_channels(f, [&](int channel, int r, float (&of)[2]) {
+      const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[channel]), mean = reinterpret_cast<const float2&>(scales.channel_mean[channel]);
+      if (sees[r]) of[0] = fmaf(of[0], scale.x, softmax.l[r] * mean.x), of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);
+    });
+  }
+
+  // The opposite, for sums over blocks in half precision to which those over pages are added.
+  template <typename Range, int M>
+  __device__ void begin_pages(const TileScales<C.head_dim>& scales, const float (&inverse_scale)[M], const float (&mean_score)[ROWS], const Range& range, Fragment f) {
+    const bool sees[2] = {range.row_end(f.row) > 0, range.row_end(f.row + 8) > 0};
+    of_channels(f, [&](int channel, int r, float (&of)[2]) {
+      const float2 inverse = reinterpret_cast<const float2&>(inverse_scale[channel]), mean = reinterpret_cast<const float2&>(scales.channel_mean[channel]);
+      if (sees[r]) of[0] = fmaf(-softmax.l[r], mean.x, of[0]) * inverse.x, of[1] = fmaf(-softmax.l[r], mean.y, of[1]) * inverse.y;
+    });
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      if (sees[r]) softmax.begin_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);
+  }
+
+ private:
+  // Calls of(channel, row of the thread, its sums of this channel and the next) for all that the thread has.
+  template <typename Of>
+  __device__ void of_channels(Fragment f, Of&& of) {
 #pragma unroll
     for (int part = 0; part < S::parts; ++part)
 #pragma unroll
-      for (int j = 0; j < N / 4; ++j) {
-        const int channel = part * S::part + 8 * j + f.column;
-        const float2 scale = reinterpret_cast<const float2&>(scales.channel_scale[channel]), mean = reinterpret_cast<const float2&>(scales.channel_mean[channel]);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float* of = o[part] + 4 * j + 2 * r;
-          of[0] = fmaf(of[0], scale.x, softmax.l[r] * mean.x);
-          of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);
-        }
-      }
+      for (int i = 0; i < N; i += 2) of(part * S::part + i / 4 * 8 + f.column, i / 2 % 2, reinterpret_cast<float (&)[2]>(o[part][i]));
   }
 };
 

@@ -33,6 +33,9 @@ struct PrefillShape {
   static constexpr bool moves_registers = C.consumers > 1;  // else each thread has as many as it can
   static constexpr int producer_registers = 65536 / threads / 8 * 8 * (C.consumers + 1) - C.consumers * C.registers;
   static constexpr int output_boxes = dim > 64 ? 2 : 1;
+  // Whether blocks in half precision come before pages, so that they are loaded while the tile before is stored. Where
+  // queries as they came lie where their codes are, pages come first.
+  static constexpr bool halves_first = half_panels <= output_boxes;
   static constexpr int producer_barrier = 1 + C.consumers;
   static constexpr bool prepares_late = parts > 1;  // as the dense kernel's Shape
   using PageTile = std::conditional_t<C.packed, PackedPagedTile<C.consumers>, PagedTile<C.consumers>>;
@@ -49,11 +52,13 @@ struct alignas(1024) PrefillStorage {
   uint8_t k[C.stages][KEYS * C.head_dim], v[C.stages][KEYS * (C.head_dim + ONES)];  // behind the channels of V, ones
   OutputBoxes<S::output_boxes> output[C.consumers];  // between two outputs, queries as they came
   TileScales<C.head_dim> scales[C.consumers];
+  float inverse_scale[C.consumers][S::halves_first ? C.head_dim : 1];  // of V's channels, times PageSoftmax::BEHIND
   float mean_score[C.consumers][ROWS];  // what K's mean adds to the scores of each row, in base 2
-  typename S::PageTile tiles[4];        // of this round and the next; consumers may be two rounds apart
+  typename S::PageTile tiles[4];        // consumers are up to two rounds behind the producer, which writes the next one
   PageScales page_scales[C.stages];
-  uint64_t q_empty[C.consumers], half_queries_full[C.consumers];
+  uint64_t pages_done[2][C.consumers], half_queries_full[C.consumers];  // the former of even and of odd rounds
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
+  uint64_t next_written, next_read;  // the next tile, by the producer's first warp, and by its others; if halves_first
   uint64_t half_taken[C.stages];  // blocks in half precision, one after another: their stages are free, or TMA's bytes are there
 
   static constexpr int TILES = 4;

@@ -414,14 +414,19 @@ def test_chunks_agree_with_the_whole_and_with_decode(backend: str, device: torch
     assert_attends(*step, (out, lse), case.dtype, backend == "emulated")
 
 
-def test_later_tokens_change_no_bit(backend: str, device: torch.device) -> None:
-    case, place = Case((420,), (300,), group=1), place_of(backend, device)
+@pytest.mark.parametrize("dim", (64, 128, 256))
+@pytest.mark.parametrize("left", (-1, 600))
+def test_later_tokens_change_no_bit(dim: int, left: int, backend: str, device: torch.device) -> None:
+    """Their keys, values and queries. Some of these are in one warp with earlier ones, and see a first page with scores that raise their sums'
+    base, which those of earlier ones don't."""
+    case, place = Case((700,), (300,), group=1, dim=dim, left=left, k_gain=0.25), place_of(backend, device)
     sms, call = dataclasses.replace(H100, sm_count=2), case.call(place)
     assert call.new is not None
     expected = attend(library_of(backend, case), call, sms)
-    k, v = (x.clone() for x in call.new)
+    q, k, v = (x.clone() for x in (call.q, *call.new))
+    q[:, :, 150:] *= -3.0
     k[:, :, 150:], v[:, :, 150:] = 7.0, -3.0
-    changed = attend(library_of(backend, case), dataclasses.replace(call, new=(k, v)), sms)
+    changed = attend(library_of(backend, case), dataclasses.replace(call, q=q, new=(k, v)), sms)
     for x, y in zip(expected, changed, strict=True):
         assert torch.equal(x[:, :, :150], y[:, :, :150])
 
@@ -430,17 +435,31 @@ MUTANTS = {
     "page scale of V forgotten": ("prefill_rows.h", "of_values[0] = beta[0] * v_scale,", "of_values[0] = beta[0],"),
     "own page in FP8": ("tile/paged_tiles.h", "position(row) / KEYS * KEYS : 0", "position(row) : 0"),
     "a page too many": ("prefill.cuh", "if (page >= pages_of_rows.whole || page", "if (page"),
-    "missing rescale": ("prefill.cuh", "if (grows) rows.rescale(alpha);", ""),
+    "missing rescale": ("tile/page_softmax.h", "    rescale(alpha);\n", ""),
     "missing rescale in half precision": ("prefill_rows.h", "rows.rescale(alpha);", ""),
     "sums that don't shrink": ("tile/page_softmax.h", "l[r] *= alpha[r];", ""),
     "K's mean forgotten": ("prefill_rows.h", "softmax.end_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);", "softmax.end_pages(r, 0.0f);"),
+    "K's mean forgotten before pages": (
+        "prefill_rows.h",
+        "softmax.begin_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);",
+        "softmax.begin_pages(r, 0.0f);",
+    ),
+    "own pages with V's mean": ("prefill_rows.h", "of[1] = fmaf(-softmax.l[r], mean.y, of[1]) * inverse.y;", "of[1] = of[1] * inverse.y;"),
+    "own pages without V's scale": ("prefill_rows.h", "of[0]) * inverse.x,", "of[0]),"),
+    "own pages with scales of later tokens": (
+        "prefill_rows.h",
+        "if (sees[r]) of[0] = fmaf(-softmax.l[r]",
+        "of[0] = fmaf(-softmax.l[r]",
+    ),
+    "the next tile read too early": ("prefill_producer.h", "ptx::mbarrier_wait(&shared.next_written, round & 1);", ""),
     "the offset of P kept": ("tile/page_softmax.h", "limit[r] += mean_score - P_OFFSET;", "limit[r] += mean_score;"),
     "V's mean forgotten": ("prefill_rows.h", "of[1] = fmaf(of[1], scale.y, softmax.l[r] * mean.y);", "of[1] = of[1] * scale.y;"),
-    "scales of another channel": ("prefill_rows.h", "part * S::part + 8 * j + f.column;", "part * S::part + 8 * j;"),
+    "scales of another channel": ("prefill_rows.h", "i / 4 * 8 + f.column, i / 2 % 2", "i / 4 * 8, i / 2 % 2"),
     "sums with V's scale": ("prefill_rows.h", "fmaf(fresh[N + 2 * r], beta[r],", "fmaf(fresh[N + 2 * r], of_values[r],"),
     "no ones behind V": ("tile/attend.h", "= FOUR_ONES;", "= 0;"),
     "P relative to zero": ("tile/page_softmax.h", "return DirectRow(factor, finite(score));", "return DirectRow(factor, 0.0f);"),
-    "scores below zero relative to zero": ("tile/page_softmax.h", "if (INT8 || !__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;", "return;"),
+    "scores below zero relative to zero": ("tile/page_softmax.h", "if (!INT8 && __any_sync(~0u, negative)) {", "if (false) {"),
+    "larger scores only where some are below zero": ("tile/page_softmax.h", "__any_sync(~0u, negative | grows())", "__any_sync(~0u, negative)"),
     "large scores as codes": ("tile/page_softmax.h", "Scores::in_range(fmaxf(factor[0], factor[1])));", "true);"),
     "sums of two threads": ("tile/page_softmax.h", "lanes < 4; lanes *= 2) sum +=", "lanes < 2; lanes *= 2) sum +="),
     "tokens of other pages": ("prefill_rows.h", "8 * j + i >= first && 8 * j + i <= last", "8 * j + i <= last"),
@@ -449,7 +468,11 @@ MUTANTS = {
     "no window in the own page": ("prefill_rows.h", "max(position / KEYS * KEYS, position - left) - before", "position / KEYS * KEYS - before"),
     "a soft cap without K's mean": ("prefill.cuh", "{mean[0] / LOG2E, mean[8] / LOG2E}", "{0.0f, 0.0f}"),
     "a soft cap with another row's mean": ("prefill.cuh", "mean[8] / LOG2E}", "mean[0] / LOG2E}"),
-    "K's mean twice under a soft cap": ("prefill_rows.h", "C.capped ? 0.0f : mean_score[f.row", "mean_score[f.row"),
+    "K's mean twice under a soft cap": (
+        "prefill_rows.h",
+        "softmax.end_pages(r, C.capped ? 0.0f : mean_score[f.row + 8 * r]);",
+        "softmax.end_pages(r, mean_score[f.row + 8 * r]);",
+    ),
     "a soft cap of pages only": ("prefill_rows.h", "C.capped ? cap_score(", "false ? cap_score("),
     "windows of the first row": ("tile/paged_tiles.h", "edge = min((first_key_of(p, last)", "edge = min((first_key_of(p, tile.position(first_row))"),
     "a page of the window left out": (
@@ -457,20 +480,25 @@ MUTANTS = {
         "begin = min(first_key_of(p, tile.position(first_row)) / KEYS,",
         "begin = min(first_key_of(p, tile.position(first_row)) / KEYS + 1,",
     ),
-    "pages before the tile's first one counted": ("prefill_producer.h", "ring.stage + tile.pages - tile.first_page;", "ring.stage + tile.pages;"),
+    "pages before the tile's first one counted": (
+        "prefill_producer.h",
+        "const int behind = ring.stage + pages();",
+        "const int behind = ring.stage + tile.pages;",
+    ),
     "sink of the first head": ("prefill_rows.h", "p.sinks[head]", "p.sinks[0]"),
     "no sink in the LSE": ("prefill_rows.h", "limit[r] + log2f(l[r]);", "rows.softmax.limit[r] + log2f(rows.softmax.l[r]);"),
     "another place in the ring": ("prefill_producer.h", "token % RECENT", "token % (RECENT - 64)"),
     "new tokens one too early": ("prefill_producer.h", "is_new = token >= edge", "is_new = token > edge"),
-    "page of another head": ("prefill_producer.h", "number * p.kv_heads + tile.kv_head : nowhere", "number * p.kv_heads : nowhere"),
-    "the page before": ("prefill_producer.h", "__ldcg(numbers + mine)", "__ldcg(numbers + max(mine - 1, 0))"),
+    "page of another head": ("prefill_producer.h", "(exists ? tile.kv_head : 0)", "0"),
+    "the page before": ("prefill_producer.h", "params.table_stride + mine)", "params.table_stride + max(mine - 1, 0))"),
     "scale of the same page": ("prefill_producer.h", "__shfl_sync(~0u, k_scale, i + 1)", "__shfl_sync(~0u, k_scale, i)"),
-    "pages found at once not counted": ("prefill_producer.h", "first += FOUND", "first += 32"),
+    "pages found at once not counted": ("prefill_producer.h", "found = page % PageLoads<C>::FOUND", "found = page % 32"),
     "half blocks without a fence": ("prefill_producer.h", "ptx::fence_proxy_async();\n", "\n"),
     "half blocks that may come later": ("prefill_producer.h", "ptx::cp_async_wait();", ""),
     "new blocks that may come later": ("prefill_producer.h", "ptx::mbarrier_wait(&shared.half_taken[taken.stage], taken.phase);", ""),
     "new blocks one token too late": ("prefill_producer.h", "block * HALF_BLOCK - edge;", "block * HALF_BLOCK - edge + 1;"),
-    "new keys as values": ("prefill_producer.h", "params.new_v_map, barrier", "params.new_k_map, barrier"),
+    "new keys as values": ("prefill_producer.h", "params.new_v_map);", "params.new_k_map);"),
+    "tokens that are not finite": ("prefill_producer.h", "if (Blocks::may_have_nonfinite(k, v)) ", "if (false) "),
     "half blocks before all threads have copied": (
         "prefill_producer.h",
         "ptx::threads_sync<Blocks::threads>(PrefillShape<C>::producer_barrier);\n",
@@ -489,11 +517,6 @@ MUTANTS = {
         "mbarrier_init(&shared.v_empty[stage], 4 * C.consumers)",
         "mbarrier_init(&shared.v_empty[stage], 1)",
     ),
-    "consumers ahead of the producer": (
-        "prefill.cuh",
-        "    wait_for_keys(ring);\n    __syncwarp();\n    if (elected) ptx::mbarrier_arrive(&shared.q_empty",
-        "    if (elected) ptx::mbarrier_arrive(&shared.q_empty",
-    ),
 }
 
 
@@ -503,13 +526,8 @@ PACKED_MUTANTS = {
     "new tokens of the first row": ("prefill_producer.h", "int64_t(tensor_row(tile) + token - edge)", "int64_t(token - edge)"),
     "new blocks of the first row": (
         "prefill_producer.h",
-        "params.new_k_map, barrier, panel * HALF_ROW, tensor_row(tile) + first",
-        "params.new_k_map, barrier, panel * HALF_ROW, first",
-    ),
-    "new values of the first row": (
-        "prefill_producer.h",
-        "params.new_v_map, barrier, panel * HALF_ROW, tensor_row(tile) + first",
-        "params.new_v_map, barrier, panel * HALF_ROW, first",
+        "map, barrier, panel * HALF_ROW, tensor_row(tile) + first",
+        "map, barrier, panel * HALF_ROW, first",
     ),
     "outputs of the next row": ("prefill_rows.h", "return tile.end;", "return p.q_length;"),
     "outputs in the first row": ("prefill_rows.h", "output(p, place, first_row, row_end", "output(p, place, range.first_row, row_end"),
@@ -545,6 +563,12 @@ SPLIT_MUTANTS = {
 }
 """Of CTAs that split keys."""
 
+PAGES_FIRST_MUTANTS = {
+    "consumers ahead of the producer": ("prefill.cuh", "    if constexpr (!S::halves_first) wait_for_keys(ring);\n", ""),
+    "queries that are still codes": ("prefill.cuh", "      ptx::warpgroup_sync(1 + consumer);  // nobody reads codes of queries any more\n", ""),
+}
+"""Of instances that attend to pages before their rows' own pages."""
+
 INT8_MUTANTS = {
     "start not subtracted": ("tile/page_softmax.h", "__float_as_int(s) - START<DIM>", "__float_as_int(s)"),
     "e4m3's scale of queries": ("prefill.cuh", "Queries<C.head_dim, C.int8>", "Queries<C.head_dim, false>"),
@@ -552,7 +576,7 @@ INT8_MUTANTS = {
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *PACKED_MUTANTS.values(), *UNIT_MUTANTS.values(), *SPLIT_MUTANTS.values()])
+    emulation.assert_anchored([mutant for mutants, _ in ALL_MUTANTS for mutant in mutants.values()])
 
 
 MUTANT_CASES = (
@@ -578,25 +602,40 @@ UNIT_CASES = (
 
 PACKED_CASE = Case((420, 0, 200, 5, 300), (250, 0, 60, 5, 300), packed=True, behind=7, kv_heads=2), 2
 
+PAGES_FIRST_CASES = (
+    (Case((1,) * 40 + (70,), (1,) * 40 + (70,), dim=256, group=1), 1),
+    (Case((300, 200), (200, 130), dim=256), 1),
+)
+
+INT8_CASE = dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2
+
+ALL_MUTANTS = (
+    (MUTANTS, MUTANT_CASES),
+    (PAGES_FIRST_MUTANTS, PAGES_FIRST_CASES),
+    (INT8_MUTANTS, (INT8_CASE,)),
+    (PACKED_MUTANTS, (PACKED_CASE,)),
+    (UNIT_MUTANTS, UNIT_CASES),
+    (SPLIT_MUTANTS, (SPLIT_CASE,)),
+)
+"""With the cases that see them."""
+
 
 @pytest.mark.thorough
 @pytest.mark.anywhere
-@pytest.mark.parametrize("name", (*MUTANTS, *INT8_MUTANTS, *PACKED_MUTANTS, *UNIT_MUTANTS, *SPLIT_MUTANTS))
+@pytest.mark.parametrize("name", [name for mutants, _ in ALL_MUTANTS for name in mutants])
 def test_mutant_is_seen(name: str) -> None:
-    cases = [(dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)] if name in INT8_MUTANTS else MUTANT_CASES
-    cases = [PACKED_CASE] if name in PACKED_MUTANTS else UNIT_CASES if name in UNIT_MUTANTS else [SPLIT_CASE] if name in SPLIT_MUTANTS else cases
+    mutants, cases = next(found for found in ALL_MUTANTS if name in found[0])
 
     def check_all() -> None:
         for case, sms in cases:
-            library = emulation.prefiller(config_of(case), (MUTANTS | INT8_MUTANTS | PACKED_MUTANTS | UNIT_MUTANTS | SPLIT_MUTANTS)[name])
-            check(library, case, torch.device("cpu"), sms)
+            check(emulation.prefiller(config_of(case), mutants[name]), case, torch.device("cpu"), sms)
 
     with pytest.raises(AssertionError):
         check_all()
 
 
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
-    for case, sms in (*MUTANT_CASES, *UNIT_CASES, SPLIT_CASE, PACKED_CASE, (dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2)):
+    for case, sms in (case for _, cases in ALL_MUTANTS for case in cases):
         check(library_of(backend, case), case, place_of(backend, device), sms)
 
 

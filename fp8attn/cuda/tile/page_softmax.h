@@ -56,15 +56,30 @@ struct PageSoftmax {
   __device__ static bool in_range(const float (&factor)[2]) { return __all_sync(~0u, Scores::in_range(fmaxf(factor[0], factor[1]))); }
 
   // Turns scores divided by `factor` into an operand `p` of P * V. Sets `beta`, by which P·V and the sums of P must be
-  // multiplied. If it returns true, the output so far must be multiplied by `alpha`.
-  template <int N>
-  __device__ bool step(float (&s)[N], const float (&factor)[2], bool is_in_range, uint32_t (&p)[N / 16][4], float (&alpha)[2], float (&beta)[2]) {
+  // multiplied. Calls rescale(alpha) where the output so far must be multiplied by alpha.
+  template <int N, typename Rescale>
+  __device__ void step(float (&s)[N], const float (&factor)[2], bool is_in_range, uint32_t (&p)[N / 16][4], float (&beta)[2], Rescale&& rescale) {
     float largest[2];
+    const auto grows = [&] { return (largest[0] > limit[0]) | (largest[1] > limit[1]); };
     if (is_in_range) {
+      // Floats from 0 on compare as integers, of which an instruction takes two new ones. Rows all of whose scores are
+      // negative are rare; with int8, no score is but -inf.
       float of_row[2];
-      largest_of_rows(s, of_row);
 #pragma unroll
-      for (int r = 0; r < 2; ++r) largest[r] = Scores::multiply(of_row[r], factor[r]);
+      for (int r = 0; r < 2; ++r) {
+        int bits = Softmax<0, 0>::largest_bits<!INT8>(s, r);
+        bits = max(bits, __shfl_xor_sync(~0u, bits, 1));
+        of_row[r] = __int_as_float(max(bits, __shfl_xor_sync(~0u, bits, 2)));
+        largest[r] = Scores::multiply(of_row[r], factor[r]);
+      }
+      const bool negative = !INT8 && min(__float_as_int(of_row[0]), __float_as_int(of_row[1])) == 0;
+      if (__any_sync(~0u, negative | grows())) {  // one vote, as all warps wait for it
+        if (!INT8 && __any_sync(~0u, negative)) {
+#pragma unroll
+          for (int r = 0; r < 2; ++r) of_row[r] = largest_of_row(s, r), largest[r] = Scores::multiply(of_row[r], factor[r]);
+        }
+        if (__any_sync(~0u, grows())) raise(largest, rescale);
+      }
       write_codes({Scores::row(of_row[0], largest[0], factor[0]), Scores::row(of_row[1], largest[1], factor[1])}, s, p);
     } else {
       const float most[2] = {fminf(factor[0], LARGEST_FACTOR), fminf(factor[1], LARGEST_FACTOR)};
@@ -74,27 +89,21 @@ struct PageSoftmax {
       for (int r = 0; r < 2; ++r) largest[r] = largest_of_row(s, r);
 #pragma unroll
       for (int i = 0; i < N; ++i) s[i] -= finite_or_zero(largest[i / 2 % 2]);
+      if (__any_sync(~0u, grows())) raise(largest, rescale);
       write_codes({{1.0f, 0.0f}, {1.0f, 0.0f}}, s, p);
-    }
-    const bool grows = __any_sync(~0u, (largest[0] > limit[0]) | (largest[1] > limit[1]));
-    if (grows) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float raised = fmaxf(limit[r], largest[r] + GROWTH);
-        alpha[r] = ptx::exp2_approx(limit[r] - finite_or_zero(raised));
-        l[r] *= alpha[r];
-        limit[r] = raised;
-      }
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) beta[r] = ptx::exp2_approx(largest[r] - finite(limit[r]));
-    return grows;
   }
 
   // Once all pages are added. `mean_score`: what K's mean adds to the scores of pages.
   __device__ void end_pages(int r, float mean_score) { limit[r] += mean_score - P_OFFSET; }
 
-  // The same for a block in half precision. Scores `s` become P. The output so far must be multiplied by `alpha`.
+  // Before pages are added to other sums. Those must be multiplied by BEHIND, too.
+  static constexpr float BEHIND = 1.0f / (1 << int(GROWTH));
+  __device__ void begin_pages(int r, float mean_score) { limit[r] += P_OFFSET - mean_score + GROWTH, l[r] *= BEHIND; }
+
+  // As a step, of a block in half precision. Scores `s` become P. The output so far must be multiplied by `alpha`.
   template <int N>
   __device__ void step_of_halves(float (&s)[N], float (&alpha)[2], float (&beta)[2]) {
 #pragma unroll
@@ -118,6 +127,19 @@ struct PageSoftmax {
   }
 
  private:
+  template <typename Rescale>
+  __device__ void raise(const float (&largest)[2], Rescale&& rescale) {
+    float alpha[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float raised = largest[r] > limit[r] ? largest[r] + GROWTH : limit[r];  // whatever other rows of the warp do
+      alpha[r] = ptx::exp2_approx(limit[r] - finite_or_zero(raised));
+      l[r] *= alpha[r];
+      limit[r] = raised;
+    }
+    rescale(alpha);
+  }
+
   template <int N>
   __device__ static void write_codes(const DirectRow (&rows)[2], const float (&s)[N], uint32_t (&p)[N / 16][4]) {
     Softmax<0, 0>::write_codes(rows, rows, s, p, std::make_integer_sequence<int, N / 8>());
@@ -131,23 +153,6 @@ struct PageSoftmax {
 #pragma unroll
     for (int lanes = 1; lanes < 4; lanes *= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
     return largest;
-  }
-
-  // Floats from 0 on compare as integers, of which an instruction takes two new ones. Rows all of whose scores are
-  // negative are rare; with int8, no score is but -inf.
-  template <int N>
-  __device__ static void largest_of_rows(const float (&s)[N], float (&largest)[2]) {
-    int bits[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      int a = Softmax<0, 0>::largest_bits<!INT8>(s, r);
-      a = max(a, __shfl_xor_sync(~0u, a, 1));
-      bits[r] = max(a, __shfl_xor_sync(~0u, a, 2));
-      largest[r] = __int_as_float(bits[r]);
-    }
-    if (INT8 || !__any_sync(~0u, min(bits[0], bits[1]) == 0)) return;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) largest[r] = largest_of_row(s, r);
   }
 };
 

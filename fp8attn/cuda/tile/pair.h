@@ -103,6 +103,8 @@ __device__ uint32_t most_or_nan(uint32_t a, uint32_t b) {
   return of_pairs<T>(a, b, [](auto x, auto y) { return __hmax2_nan(x, y); });
 }
 
+__device__ inline uint32_t magnitudes(uint32_t word) { return of_pairs<__half>(word, word, [](auto x, auto) { return __habs2(x); }); }
+
 // Non-finite numbers become NaN.
 template <typename T, typename Words>
 __device__ Words nan_where_nonfinite(Words words) {
