@@ -14,11 +14,9 @@ from torch.compiler import is_compiling
 
 from . import dtensor, eager, hybrid, ops, problem_ops, varlen_ops
 from .backends import choose_backend
-from .cache import KVCache
 from .call import empty_lse, empty_output
 from .eager import Attention
-from .paged import paged_sdpa
-from .pages import PAGE, PagedBatch
+from .paged import append_backend, cache_of_call, paged_sdpa
 from .prepare import autocast, call_from, dequantized, imported, operands_of, prepare, problem_of, quantized_operands, unsmoothed
 from .recipe import DEFAULT_RECIPE, Packed, Quantized, Recipe
 from .reference import CAUSAL_WINDOW, Causal, Window, simplified
@@ -544,25 +542,15 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 def _by_pages(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> Attention:
     """`sdpa` by a recipe with statistics of pages: K and V are appended to a cache, and queries attend to it."""
     q, k, v = checked.floats
-    if checked.causal == "top_left":
-        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
-    batch, heads, length, dim = k.shape
-    first = length - q.shape[2]
     if q.numel() == 0 or k.numel() == 0:
         out, lse = empty_output(q, v.shape[3], checked.out_dtype).zero_(), empty_lse(q, True).fill_(-torch.inf)
         return (out, lse) if return_lse else out
-    pages = max(length // PAGE, 1)
-    cache = KVCache(batch, batch * pages, heads, dim, v.shape[3], recipe, q.dtype, q.device)
-    table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
-    before, after = (torch.full((batch,), n, dtype=torch.int32, device=q.device) for n in (first, length))
-    if first > 0:
-        by = "auto" if chosen == "cuda" else chosen
-        cache.append(k[:, :, :first], v[:, :, :first], PagedBatch(table, before), backend=by)
-    new = k[:, :, first:], v[:, :, first:]
+    call = cache_of_call(q, k, v, checked.causal, recipe)
+    if call.first > 0:
+        call.cache.append(k[:, :, : call.first], v[:, :, : call.first], call.before, backend=append_backend(chosen))
     return paged_sdpa(
-        q, cache, PagedBatch(table, after, max_length=length), new, scale=checked.softmax_scale, return_lse=return_lse,
-        out_dtype=checked.out_dtype, backend=chosen,
-    )  # fmt: skip
+        q, call.cache, call.batch, call.new, scale=checked.softmax_scale, return_lse=return_lse, out_dtype=checked.out_dtype, backend=chosen
+    )
 
 
 def _by(backend: Backend, function: Function) -> Callable[[Callable[..., Any]], Function]:

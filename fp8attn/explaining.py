@@ -15,16 +15,17 @@ from . import triton as triton_kernels
 from .backends import choose_backend, cuda_unavailable, triton_unavailable
 from .cache import KVCache
 from .call import Call, Problem, Varlen
-from .cuda import configs, early, prefill
+from .cuda import configs, early
 from .cuda.configs import HopperConfig
 from .cuda.one_launch import OneLaunch
 from .cuda.portable import PortableConfig
 from .device import device_of
-from .paged import New, Options, append_backend, attention_call, checked_call, checked_tensors_call, paged_sdpa
+from .paged import New, Options, append_backend, attention_call, cache_of_call, checked_call, checked_tensors_call, paged_sdpa
 from .paged_tensors import PagedTensors
 from .pages import PagedBatch, PagedCall
 from .prepare import autocast, call_from, operands_of, prepare, problem_of, to_quantize
 from .recipe import Recipe
+from .reference import CAUSAL_WINDOW
 from .validate import Arguments, Backend, Checked, VarlenArguments, check, check_call, check_varlen
 
 P = ParamSpec("P")
@@ -37,9 +38,10 @@ class Plan:
 
     Attributes:
         backend: `triton`, `cuda`, `reference` or `modelled`.
-        kernel: the kernel's name.
+        kernel: the kernel's name; `none` if there are no queries or keys.
         config: its config, or None for plain torch.
-        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8.
+        compute: what the tensor cores multiply, `e4m3`, `f16` or `float32`; `int8 and …` where Q·Kᵀ is of int8; or
+            `none`.
         because: why these and not the others, one reason a line.
     """
 
@@ -154,13 +156,12 @@ def _explain_kv_cache(checked: PagedCall, backend: str, because: list[str]) -> P
 def _explain_pages(checked: Checked, recipe: Recipe, chosen: str, because: Sequence[str]) -> Plan:
     """What a recipe with statistics of pages runs: kernels of KV caches."""
     q, k, v = checked.floats
-    because = (*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision")
-    tokens = prefill.Tokens(q, (k, v), (k.shape[3], v.shape[3]), q.dtype)
-    planned = paged_ops.plan_prefill(chosen, tokens, recipe, checked.softmax_scale)
-    compute = "int8 and e4m3" if recipe.qk == "int8" else "e4m3"
-    if isinstance(planned, str):
-        return Plan("triton", "paged", None, compute, (*because, planned))
-    return Plan("cuda", "prefill", planned, compute, because)
+    because = [*because, "statistics of pages: a KV cache of this call", "keys of a query's own page in half precision"]
+    if q.numel() == 0 or k.numel() == 0:
+        return Plan(chosen, "none", None, "none", (*because, "there are no queries or keys"))
+    call = cache_of_call(q, k, v, checked.causal, recipe)
+    options = Options(CAUSAL_WINDOW, 0.0, None, checked.softmax_scale, False, checked.out_dtype, chosen)
+    return _explain_kv_cache(checked_call(q, call.cache, call.batch, call.new, options), chosen, because)
 
 
 def _explained(checked: Checked, recipe: Recipe, backend: Backend, return_lse: bool) -> Plan:

@@ -13,8 +13,9 @@ from .cache import KVCache
 from .ops import library_ops
 from .paged_ops import check_called, check_paged_batch, operator_of, runs_kernels
 from .paged_tensors import PagedTensors
-from .pages import RECENT_QUERIES, PagedBatch, PagedCall, Stage, tokens_of
-from .reference import CAUSAL_WINDOW, Scoring, Window
+from .pages import PAGE, RECENT_QUERIES, PagedBatch, PagedCall, Stage, tokens_of
+from .recipe import Recipe
+from .reference import CAUSAL_WINDOW, Causal, Scoring, Window
 from .rotary import Angles
 from .validate import FLOATS
 
@@ -157,6 +158,34 @@ def attention_call(call: PagedCall) -> PagedCall:
     """What attention gets of a checked call: of many tokens, queries need those in half precision that the last ones
     replace, so that the new tokens come with them. Few are appended before."""
     return call if call.batch.most_queries(call.q) > RECENT_QUERIES else replace(call, new=None)
+
+
+class OneCall(NamedTuple):
+    """A cache that serves one causal call of `sdpa`, and how.
+
+    Attributes:
+        before: the lengths before the queries' tokens; their number is `first`.
+        new: the queries' tokens.
+    """
+
+    cache: KVCache
+    first: int
+    before: PagedBatch
+    batch: PagedBatch
+    new: tuple[torch.Tensor, torch.Tensor]
+
+
+def cache_of_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, recipe: Recipe) -> OneCall:
+    """An empty cache for a causal call of q (B, Hq, Sq, D), k (B, Hkv, Sk, D) and v (B, Hkv, Sk, Dv)."""
+    if causal == "top_left":
+        k, v = k[:, :, : q.shape[2]], v[:, :, : q.shape[2]]
+    batch, heads, length, dim = k.shape
+    first, pages = length - q.shape[2], max(length // PAGE, 1)
+    cache = KVCache(batch, batch * pages, heads, dim, v.shape[3], recipe, q.dtype, q.device)
+    table = torch.arange(batch * pages, dtype=torch.int32, device=q.device).view(batch, pages)
+    before, after = (torch.full((batch,), n, dtype=torch.int32, device=q.device) for n in (first, length))
+    new = k[:, :, first:], v[:, :, first:]
+    return OneCall(cache, first, PagedBatch(table, before), PagedBatch(table, after, max_length=length), new)
 
 
 def append_backend(backend: str) -> str:

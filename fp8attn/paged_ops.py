@@ -138,26 +138,6 @@ def few_queries(call: PagedCall) -> int:
     return 0 if all_have_most or unsupported_decode(replace(call, batch=replace(call.batch, max_count=few))) else few
 
 
-def plan_prefill(backend: str, tokens: prefill.Tokens, recipe: Recipe, softmax_scale: float) -> prefill.PrefillConfig | str:
-    """The instance of the CUDA kernel for many queries that attends to a cache of new tokens, or why Triton's does.
-
-    Raises:
-        BackendUnavailable: the CUDA kernel is required and doesn't support them.
-    """
-    device = device_of(tokens.q.device)
-    if backend == "triton":
-        return "backend is triton"
-    reason = prefill.unsupported_tokens(tokens, recipe, softmax_scale, device)
-    if reason is None:
-        config = prefill.choose(prefill.Work.of_tokens(tokens), tokens.q.shape[3], recipe.qk, device)
-        reason = build.unavailable(config, device.arch)
-        if reason is None:
-            return config
-    if backend == "cuda":
-        raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
-    return f"cuda: {reason}"
-
-
 def unless_unbuilt(required: bool, launch: Callable[[], Result]) -> Result | None:
     """What a launch of a CUDA kernel returns; or None, with a warning, if it can't be compiled and isn't `required`.
 

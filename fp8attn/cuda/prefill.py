@@ -12,7 +12,7 @@ from ..call import unsupported_tma
 from ..device import Device
 from ..layout import tiles_of as packed_tiles
 from ..pages import PAGE, PagedCall
-from ..recipe import Packed, ProductType, Recipe
+from ..recipe import Packed, ProductType
 from ..reference import Window
 from ..rotation import part_of
 from ..schedule import mixed_heads, unsupported_size
@@ -145,23 +145,6 @@ def unit_of(most: int) -> int:
     return next((rows for rows in UNITS if rows >= most), ROWS)
 
 
-@dataclass(frozen=True, eq=False)
-class Tokens:
-    """What of a call decides whether the kernel supports it, but for the pages.
-
-    Attributes:
-        q: (B, Hq, S, D).
-        new: keys and values of these tokens, or None if the cache has them.
-        dims: channels of keys and of values.
-        dtype: of tokens in the cache.
-    """
-
-    q: torch.Tensor
-    new: tuple[torch.Tensor, torch.Tensor] | None
-    dims: tuple[int, int]
-    dtype: torch.dtype
-
-
 @dataclass(frozen=True)
 class Work:
     """What of a call decides how many tiles there are, and how many CTAs split the keys of one.
@@ -188,14 +171,6 @@ class Work:
         tokens = None if batch.cu_seqlens is None else q.shape[0]
         pages = batch.most_pages if left < 0 else min(batch.most_pages, left // PAGE + 2)
         return cls(batch.lengths.shape[0], batch.most_queries(q), tokens, q.shape[1], call.storage.k.shape[1], pages)
-
-    @classmethod
-    def of_tokens(cls, tokens: Tokens) -> Work:
-        """Of all tokens of a cache, which are new."""
-        assert tokens.new is not None
-        batch, heads, queries, _ = tokens.q.shape
-        _, kv_heads, length, _ = tokens.new[0].shape
-        return cls(batch, queries, None, heads, kv_heads, length // PAGE)
 
     @property
     def sharing(self) -> int:
@@ -285,35 +260,28 @@ def heads_in_l2(call: PagedCall, ctas: int) -> int:
     return mixed_heads(kv_heads, heads, batch * per_row, ctas) if call.q.dim() == 3 else mixed_heads(batch * kv_heads, heads, per_row, ctas)
 
 
-def unsupported_tokens(tokens: Tokens, recipe: Recipe, softmax_scale: float, device: Device) -> str | None:
-    """The reason why the kernel doesn't support tokens, or None if it does."""
+def unsupported_call(call: PagedCall, device: Device) -> str | None:
+    """The reason why the kernel doesn't support a call, or None if it does."""
     reason = unsupported_arch(device)
     if reason is not None:
         return reason
-    q, dims = rows_of(tokens.q), {*tokens.dims}
-    if q.dtype not in DTYPES or tokens.dtype != q.dtype:
-        return f"query is {q.dtype} and the cache's tokens are {tokens.dtype}; it takes {' or '.join(map(str, DTYPES))} for both"
+    q, storage = rows_of(call.q), call.storage
+    dims = {storage.k.shape[3], storage.v.shape[3]}
+    if q.dtype not in DTYPES or storage.k.dtype != q.dtype:
+        return f"query is {q.dtype} and the cache's tokens are {storage.k.dtype}; it takes {' or '.join(map(str, DTYPES))} for both"
     if len(dims) > 1 or not dims <= {config.head_dim for config in INSTANCES}:
         return f"head dims are {sorted(dims)}; it takes one of {sorted({config.head_dim for config in SPEEDS})} for keys and values"
-    if part_of(q.shape[3], recipe.rotate) != ROTATED:
-        return f"the recipe has rotate={recipe.rotate}; with many queries it takes {ROTATED}"
-    if not softmax_scale > 0:
-        return f"softmax_scale is {softmax_scale}; it takes positive ones"
+    if part_of(q.shape[3], call.recipe.rotate) != ROTATED:
+        return f"the recipe has rotate={call.recipe.rotate}; with many queries it takes {ROTATED}"
+    if not call.softmax_scale > 0:
+        return f"softmax_scale is {call.softmax_scale}; it takes positive ones"
     if q.numel() == 0:
-        return f"query has shape {tuple(tokens.q.shape)}; it takes at least one query"
-    for name, x in (("query", q), *zip(("key", "value"), map(rows_of, tokens.new or ()), strict=False)):
+        return f"query has shape {tuple(call.q.shape)}; it takes at least one query"
+    for name, x in (("query", q), *zip(("key", "value"), map(rows_of, call.new or ()), strict=False)):
         if x.dtype != q.dtype:
             return f"{name} is {x.dtype}; it takes query's dtype, {q.dtype}"
         reason = unsupported_size(name, x) or unsupported_rows(name, x) or unsupported_tma(x, name)
         if reason is not None:
             return reason
-    return None
-
-
-def unsupported_call(call: PagedCall, device: Device) -> str | None:
-    """The reason why the kernel doesn't support a call, or None if it does."""
-    storage = call.storage
-    tokens = Tokens(call.q, call.new, (storage.k.shape[3], storage.v.shape[3]), storage.k.dtype)
-    reason = unsupported_tokens(tokens, call.recipe, call.softmax_scale, device)
-    rows = storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, call.q.shape[-1])
-    return reason or (f"the cache has {rows} rows of keys or values; it takes fewer than 2^31" if rows >= 1 << 31 else None)
+    rows = storage.pages.k.shape[0] * storage.k.shape[1] * max(PAGE, q.shape[3])
+    return f"the cache has {rows} rows of keys or values; it takes fewer than 2^31" if rows >= 1 << 31 else None

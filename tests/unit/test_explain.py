@@ -193,10 +193,20 @@ def test_a_call_runs_its_plan(name: str, backend: str, launches: Launches) -> No
     tensors, options = CALLS[name]
     plan = plan_or_refusal(fp8attn.explain, *tensors, **options, backend=backend)
     if name == "pages":
-        assert isinstance(plan, Plan) and (plan.config in prefill.INSTANCES) == (backend != "triton")
-        if backend != "cuda":  # Triton's aren't noted, and tensors on a CPU don't get kernels
+        assert isinstance(plan, Plan) and (plan.config in prefill.INSTANCES) == (backend == "cuda")
+        if backend != "cuda":  # Triton's aren't noted, and `auto` has no kernels for tensors on a CPU
             return
     assert_explained(launches, plan, lambda: fp8attn.sdpa(*tensors, **options, backend=backend))
+
+
+@pytest.mark.parametrize("batch, queries, kernel", ((1, 1, "decode"), (1, 2, "decode"), (1, 150, "prefill"), (0, 1, "none")))
+@pytest.mark.usefixtures("launches")
+def test_few_queries_of_pages_are_decoded(batch: int, queries: int, kernel: str) -> None:
+    q, k, v = operands(batch, 2, 300, 64)
+    options: dict[str, Any] = dict(recipe=Recipe(statistics="page"), is_causal=True, causal_alignment="bottom_right", backend="cuda")
+    plan = fp8attn.explain(q[:, :, :queries], k, v, **options)
+    assert plan.kernel == kernel
+    assert any("new tokens are appended by" in reason for reason in plan.because) == (batch > 0)
 
 
 @pytest.mark.parametrize("backend", ("auto", "cuda", "triton"))
