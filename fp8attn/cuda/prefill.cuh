@@ -36,10 +36,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     const typename S::Range range(params, tile, consumer);
     if (threadIdx.x % 128 < ROWS) scales.row_end[threadIdx.x % 128] = tile.exists() ? range.row_end(threadIdx.x % 128) : 0;
   };
-  // Of the channels that the thread has loaded.
-  constexpr float rows_behind = decltype(PrefillRows<C>::softmax)::BEHIND;
+  // Of the channels whose scales this thread has loaded: others may not be there yet.
   const auto find_inverse_scales = [&] {
-    for (int x = threadIdx.x % 128; x < C.head_dim; x += 128) shared.inverse_scale[consumer][x] = rows_behind / scales.channel_scale[x];
+    constexpr float factor = decltype(PrefillRows<C>::softmax)::BEHIND;
+    for (int x = threadIdx.x % 128; x < C.head_dim; x += 128) shared.inverse_scale[consumer][x] = factor / scales.channel_scale[x];
   };
   using HalfQueries = Queries<C.head_dim, C.int8>;
   const auto load_queries = [&](HalfQueries& queries, const PageTile& tile) {

@@ -99,7 +99,7 @@ struct PageSoftmax {
   // Once all pages are added. `mean_score`: what K's mean adds to the scores of pages.
   __device__ void end_pages(int r, float mean_score) { limit[r] += mean_score - P_OFFSET; }
 
-  // Before pages are added to other sums. Those must be multiplied by BEHIND, too.
+  // Before pages are added to other sums, which must be multiplied by BEHIND: most pages then don't raise the limit.
   static constexpr float BEHIND = 1.0f / (1 << int(GROWTH));
   __device__ void begin_pages(int r, float mean_score) { limit[r] += P_OFFSET - mean_score + GROWTH, l[r] *= BEHIND; }
 
