@@ -67,14 +67,13 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
         ptx::tma_load(shared.half_queries(consumer, panel) + (unit << params.unit_log) * HALF_ROW, p.q_map, &shared.half_queries_full[consumer], panel * HALF_ROW, tensor_row(tile) + row, head, tensor_batch(tile));
     });
   };
-  constexpr int early_panels = sizeof(shared.output[0]) / (ROWS * HALF_ROW);
-  static_assert(S::halves_first ? early_panels == S::half_panels : early_panels < S::half_panels);
+  static_assert(S::early_panels <= S::half_panels);
   // Once no output is staged there any more.
   const auto fetch_half_queries = [&](const PageTile& tile) {
     if (C.packed || elected) ptx::tma_store_wait<0>();
     ptx::warpgroup_sync(1 + consumer);
     if (!leads || !tile.exists()) return;
-    load_half_queries(tile, 0, early_panels);
+    load_half_queries(tile, 0, S::early_panels);
     ptx::mbarrier_expect(&shared.half_queries_full[consumer], S::half_panels * ROWS * HALF_ROW);
   };
 
@@ -236,7 +235,7 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
     if (range.seen > 0) rows.end_pages(scales, shared.mean_score[consumer], range, f);
     if constexpr (!S::halves_first) {
       ptx::warpgroup_sync(1 + consumer);  // nobody reads codes of queries any more
-      if (leads) load_half_queries(tile, early_panels, S::half_panels);
+      if (leads) load_half_queries(tile, S::early_panels, S::half_panels);
       attend_to_halves(range);
     }
 

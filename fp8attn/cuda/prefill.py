@@ -85,15 +85,21 @@ class PrefillConfig:
     def shared_bytes(self) -> int:
         """sizeof(PrefillStorage), in bytes."""
         tiles = self.consumers * ROWS * self.head_dim + self.stages * KEYS * (2 * self.head_dim + ONES)
-        output = self.consumers * ROWS * OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
+        output = self.consumers * ROWS * self.staged_bytes
         tile = 56 + 8 * self.consumers + (8 if self.packed else 0)  # sizeof(PackedPagedTile) or sizeof(PagedTile)
         facts = 4 * self.consumers * (2 * self.head_dim + (self.head_dim if self.halves_first else 1) + 3 * ROWS) + 4 * tile + 16 * self.stages
         return round_up(tiles + output + round_up(facts, 8) + 8 * (3 * self.consumers + 2 + 5 * self.stages), 1024)
 
     @property
     def halves_first(self) -> bool:
-        """Whether blocks in half precision come before pages. PrefillShape says when."""
-        return self.head_dim <= 128
+        """Whether blocks in half precision come before pages: where the output is staged, there is room for queries as
+        they came."""
+        return 2 * self.head_dim <= self.staged_bytes
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of a row of the output in shared memory."""
+        return OUTPUT_BYTES * (2 if self.head_dim > 64 else 1)
 
     @property
     def name(self) -> str:

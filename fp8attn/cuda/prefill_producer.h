@@ -102,7 +102,7 @@ struct TokenBlocks {
 #pragma unroll 1
     for (int part = threadIdx.x - first_thread; part < parts; part += threads) {
       const uint4 key = reinterpret_cast<const uint4*>(k)[part], value = reinterpret_cast<const uint4*>(v)[part];
-      for (uint32_t word : {key.x, key.y, key.z, key.w, value.x, value.y, value.z, value.w}) largest = most_or_nan<__half>(largest, magnitudes(word));
+      for (uint32_t word : {key.x, key.y, key.z, key.w, value.x, value.y, value.z, value.w}) largest = most_magnitude(largest, word);
     }
     return (exponent_carries<__half>(largest) & SIGN_BITS) != 0;
   }
@@ -213,9 +213,12 @@ __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& share
     for (int c = 0; c < C.consumers; ++c) ptx::mbarrier_wait(&shared.pages_done[round % 2][c], round / 2 & 1 ^ 1);  // of two rounds before
     if constexpr (S::halves_first) ptx::mbarrier_wait(&shared.next_read, round & 1 ^ 1);
     PageLoads<C> loads;
+    // blocks in half precision are counted on from the pages, or back from them
+    const auto first_half = [&] { return S::halves_first ? -tile.halves : pages(); };
+    const auto end = [&] { return S::halves_first ? pages() : pages() + tile.halves; };
 #pragma unroll 1
-    for (int page = S::halves_first ? -tile.halves : 0; page < pages() + (S::halves_first ? 0 : tile.halves); ++page, ring.advance()) {
-      if (threadIdx.x == 0 && page + 1 == pages() + (S::halves_first ? 0 : tile.halves)) {
+    for (int page = S::halves_first ? first_half() : 0; page < end(); ++page, ring.advance()) {
+      if (threadIdx.x == 0 && page + 1 == end()) {
         write_next_tile<C>(shared, schedule, round);
         if constexpr (S::halves_first) ptx::mbarrier_arrive(&shared.next_written);
         const auto& next = shared.tiles[(round + 1) % shared.TILES];
@@ -226,7 +229,7 @@ __device__ void load_tiles(const PrefillParams& params, PrefillStorage<C>& share
           });
       }
       if (S::halves_first ? page < 0 : page >= pages()) {
-        if (threadIdx.x == 0) start_half_block<C, T>(params, shared, tile, tile.first_half + page + (S::halves_first ? tile.halves : -pages()), ring, taken);
+        if (threadIdx.x == 0) start_half_block<C, T>(params, shared, tile, tile.first_half + page - first_half(), ring, taken);
         taken.advance();
         continue;
       }

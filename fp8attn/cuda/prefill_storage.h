@@ -35,7 +35,8 @@ struct PrefillShape {
   static constexpr int output_boxes = dim > 64 ? 2 : 1;
   // Whether blocks in half precision come before pages, so that they are loaded while the tile before is stored. Where
   // queries as they came lie where their codes are, pages come first.
-  static constexpr bool halves_first = half_panels <= output_boxes;
+  static constexpr int early_panels = sizeof(OutputBoxes<output_boxes>) / (ROWS * HALF_ROW);  // of these queries, where the output is staged
+  static constexpr bool halves_first = half_panels <= early_panels;
   static constexpr int producer_barrier = 1 + C.consumers;
   static constexpr bool prepares_late = parts > 1;  // as the dense kernel's Shape
   using PageTile = std::conditional_t<C.packed, PackedPagedTile<C.consumers>, PagedTile<C.consumers>>;
@@ -65,8 +66,8 @@ struct alignas(1024) PrefillStorage {
 
   // A panel of a consumer's queries as they came: where the output is staged, and behind that, where their codes were.
   __device__ uint8_t* half_queries(int consumer, int panel) {
-    constexpr int bytes = ROWS * HALF_ROW, in_output = sizeof(output[0]) / bytes;
-    return panel < in_output ? output[consumer].bytes[0][0] + panel * bytes : q[consumer][0] + (panel - in_output) * bytes;
+    constexpr int bytes = ROWS * HALF_ROW;
+    return panel < S::early_panels ? output[consumer].bytes[0][0] + panel * bytes : q[consumer][0] + (panel - S::early_panels) * bytes;
   }
 };
 

@@ -417,8 +417,8 @@ def test_chunks_agree_with_the_whole_and_with_decode(backend: str, device: torch
 @pytest.mark.parametrize("dim", (64, 128, 256))
 @pytest.mark.parametrize("left", (-1, 600))
 def test_later_tokens_change_no_bit(dim: int, left: int, backend: str, device: torch.device) -> None:
-    """Their keys, values and queries. Some of these are in one warp with earlier ones, and see a first page with scores that raise their sums'
-    base, which those of earlier ones don't."""
+    """Their keys, values and queries. Some of these are in one warp with earlier ones. Scores of a first page raise the
+    base of their sums, and don't raise that of earlier ones."""
     case, place = Case((700,), (300,), group=1, dim=dim, left=left, k_gain=0.25), place_of(backend, device)
     sms, call = dataclasses.replace(H100, sm_count=2), case.call(place)
     assert call.new is not None

@@ -103,7 +103,10 @@ __device__ uint32_t most_or_nan(uint32_t a, uint32_t b) {
   return of_pairs<T>(a, b, [](auto x, auto y) { return __hmax2_nan(x, y); });
 }
 
-__device__ inline uint32_t magnitudes(uint32_t word) { return of_pairs<__half>(word, word, [](auto x, auto) { return __habs2(x); }); }
+// The same of a and the magnitudes of b, as halves.
+__device__ inline uint32_t most_magnitude(uint32_t a, uint32_t b) {
+  return of_pairs<__half>(a, b, [](auto x, auto y) { return __hmax2_nan(x, __habs2(y)); });
+}
 
 // Non-finite numbers become NaN.
 template <typename T, typename Words>
