@@ -527,7 +527,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
     others = recipe.of_fp8_keys
 
     def to_fp8_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal) -> hybrid.Fp8Attention:
-        part = replace(checked, query=q, key=k, value=v, causal=causal)
+        part = Checked(q, k, v, None, causal, checked.softmax_scale, checked.out_dtype, checked.scale)
         problem = problem_of(part, chosen, others, True)
         if problem is not None:
             return *problem_ops.attend_to_problem(problem, chosen, part.scale), None

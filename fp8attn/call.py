@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .layout import units_of
@@ -38,8 +40,86 @@ class Varlen:
         return self.q.cu_seqlens, self.k.cu_seqlens, self.k.seqused, self.longest_q, self.longest_k
 
 
+class Geometry:
+    """What follows from the sizes of q and k, and from which keys rows see."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    causal: Causal
+    window: Window
+    varlen: Varlen | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def kv_length(self) -> int: ...
+        @property
+        def value_dim(self) -> int: ...
+
+    @property
+    def batch(self) -> int:
+        return self.q.shape[0]
+
+    @property
+    def q_heads(self) -> int:
+        return self.q.shape[1]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.k.shape[1]
+
+    @property
+    def q_length(self) -> int:
+        return self.q.shape[2]
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[3]
+
+    @property
+    def longest_q(self) -> int:
+        """The most queries of a sequence, as far as the host knows."""
+        return self.q_length if self.varlen is None else self.varlen.longest_q
+
+    @property
+    def longest_k(self) -> int:
+        """The most keys of a sequence, as far as the host knows."""
+        return self.kv_length if self.varlen is None else self.varlen.longest_k
+
+    def tiles(self, rows: int) -> int:
+        """Number of tiles of `rows` query rows, over all heads; of packed sequences an upper bound."""
+        batch, heads, length, _ = self.q.shape
+        if self.varlen is not None:
+            return heads * units_of(self.varlen.q, rows)
+        return batch * heads * -(-length // rows)
+
+    @property
+    def window_offsets(self) -> tuple[int, int]:
+        """(first, last): row i sees the keys j with i + first <= j <= i + last.
+
+        Packed sequences have different offsets. For them, this is the window that kernels compute offsets from; -1 is
+        unlimited. Its sides are cut where they are as good as unlimited, so that sums of lengths fit into 32 bits.
+        """
+        if self.varlen is not None:
+            left, right = (-1, -1) if self.causal == "none" else self.window
+            return min(left, self.kv_length), min(right, self.q_length)
+        return window_offsets(self.causal, self.window, self.q_length, self.kv_length)
+
+    @property
+    def has_first_key(self) -> bool:
+        """Whether rows have a first key, as sliding windows do and causal masks don't."""
+        return self.window[0] >= 0
+
+    def visible_keys(self, rows: int) -> int:
+        """The most keys that a tile of `rows` query rows sees."""
+        first, last = self.window_offsets
+        if self.varlen is not None:
+            return self.longest_k if first < 0 or last < 0 else min(first + last + rows, self.longest_k)
+        return min(max(last - first + rows, 0), self.kv_length)
+
+
 @frozen
-class Call:
+class Call(Geometry):
     """Operands and options of one forward pass. B batch, Hq and Hkv heads, Sq and Sk lengths, D and Dv head dims.
 
     Attributes:
@@ -129,26 +209,6 @@ class Call:
         return self.attn_mask
 
     @property
-    def batch(self) -> int:
-        return self.q.shape[0]
-
-    @property
-    def q_heads(self) -> int:
-        return self.q.shape[1]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k.shape[1]
-
-    @property
-    def q_length(self) -> int:
-        return self.q.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.q.shape[3]
-
-    @property
     def value_dim(self) -> int:
         return self.v.shape[2]
 
@@ -156,47 +216,6 @@ class Call:
     def shards(self) -> int:
         """Of k and v: 1 if they don't lie in shards."""
         return self.k.shape[0] // max(self.batch, 1)
-
-    @property
-    def longest_q(self) -> int:
-        """The most queries of a sequence, as far as the host knows."""
-        return self.q_length if self.varlen is None else self.varlen.longest_q
-
-    @property
-    def longest_k(self) -> int:
-        """The most keys of a sequence, as far as the host knows."""
-        return self.kv_length if self.varlen is None else self.varlen.longest_k
-
-    def tiles(self, rows: int) -> int:
-        """Number of tiles of `rows` query rows, over all heads; of packed sequences an upper bound."""
-        batch, heads, length, _ = self.q.shape
-        if self.varlen is not None:
-            return heads * units_of(self.varlen.q, rows)
-        return batch * heads * -(-length // rows)
-
-    @property
-    def window_offsets(self) -> tuple[int, int]:
-        """(first, last): row i sees the keys j with i + first <= j <= i + last.
-
-        Packed sequences have different offsets. For them, this is the window that kernels compute offsets from; -1 is
-        unlimited. Its sides are cut where they are as good as unlimited, so that sums of lengths fit into 32 bits.
-        """
-        if self.varlen is not None:
-            left, right = (-1, -1) if self.causal == "none" else self.window
-            return min(left, self.kv_length), min(right, self.q_length)
-        return window_offsets(self.causal, self.window, self.q_length, self.kv_length)
-
-    @property
-    def has_first_key(self) -> bool:
-        """Whether rows have a first key, as sliding windows do and causal masks don't."""
-        return self.window[0] >= 0
-
-    def visible_keys(self, rows: int) -> int:
-        """The most keys that a tile of `rows` query rows sees."""
-        first, last = self.window_offsets
-        if self.varlen is not None:
-            return self.longest_k if first < 0 or last < 0 else min(first + last + rows, self.longest_k)
-        return min(max(last - first + rows, 0), self.kv_length)
 
 
 @frozen
@@ -232,7 +251,7 @@ class HalfKeys:
 
 
 @frozen
-class Problem:
+class Problem(Geometry):
     """A call of plain tensors by a recipe that the attention kernel may quantize by.
 
     Attributes:
@@ -257,14 +276,30 @@ class Problem:
     sinks: torch.Tensor | None = None
     varlen: Varlen | None = None
 
-    @property
-    def has_first_key(self) -> bool:
-        """Whether rows have a first key, as sliding windows do and causal masks don't."""
-        return self.window[0] >= 0
+    # of the `Call` to which it leads where the attention kernel quantizes q
+    q_group, k_group, bias, fuse_q_quant = GROUPS[DEFAULT_RECIPE.q], GROUPS[DEFAULT_RECIPE.k], None, True
 
     @property
     def recipe(self) -> Recipe:
         return FUSED_RECIPES[self.qk]
+
+    @property
+    def kv_length(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def value_dim(self) -> int:
+        return self.v.shape[3]
+
+    @property
+    def int8(self) -> bool:
+        """Whether Q·Kᵀ is computed in int8."""
+        return self.qk == "int8"
+
+    @property
+    def adds_mean(self) -> bool:
+        """Whether it matters what K's mean adds to the scores of a row."""
+        return self.return_lse or self.softcap != 0 or self.sinks is not None
 
     @property
     def arguments(self) -> tuple:
@@ -286,8 +321,11 @@ class Problem:
             q, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
             mask, None, key.length, self.softmax_scale, self.causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, self.out_dtype,
             self.return_lse, self.window, self.softcap, self.sinks, mean_scores,
-            key.mean if query is None and (self.return_lse or self.softcap or self.sinks is not None) else None, self.varlen,
+            key.mean if query is None and self.adds_mean else None, self.varlen,
         )  # fmt: skip
+
+
+AnyCall = Call | Problem
 
 
 def unsupported_tma(x: torch.Tensor, name: str) -> str | None:

@@ -14,7 +14,7 @@ from . import hybrid, ops, paged_ops, paged_tensors_ops, problem_ops
 from . import triton as triton_kernels
 from .backends import choose_backend, cuda_unavailable, triton_unavailable
 from .cache import KVCache
-from .call import Call, Problem, Varlen
+from .call import AnyCall, Call, Problem, Varlen
 from .cuda import configs, early
 from .cuda.configs import HopperConfig
 from .cuda.one_launch import OneLaunch
@@ -215,10 +215,10 @@ def _explain_problem(problem: Problem, chosen: str, because: list[str]) -> Plan:
     if way == "fused q":
         call = problem_ops.fused_q_call(problem)
         return _cuda_plan(call, configs.choose(call, device), because)
-    planned = early.plan(problem, device)
-    if planned.overlaps:
+    config = configs.choose(problem, device)
+    if early.overlaps_quantization(problem, config, device):
         because.append("attention begins with heads whose key and value are quantized")
-    return _cuda_plan(planned.call, planned.config, because)
+    return _cuda_plan(problem, config, because)
 
 
 def _explain_attention(call: Call, chosen: str, because: list[str]) -> Plan:
@@ -241,10 +241,11 @@ def _explain_attention(call: Call, chosen: str, because: list[str]) -> Plan:
     return Plan("triton", kernel, config, ("int8 and " if call.int8 else "") + compute, tuple(because))
 
 
-def _cuda_plan(call: Call, config: HopperConfig | PortableConfig, because: list[str]) -> Plan:
+def _cuda_plan(call: AnyCall, config: HopperConfig | PortableConfig, because: list[str]) -> Plan:
     """The plan of a CUDA kernel."""
     compute = "e4m3"
     if isinstance(config, PortableConfig):
+        assert isinstance(call, Call)
         because.append(f"not the Hopper kernel: {configs.unsupported_call(call, device_of(call.q.device))}")
         compute = "e4m3" if config.operands == "native" else "f16"
     kernel = "portable" if isinstance(config, PortableConfig) else "hopper"

@@ -48,6 +48,11 @@ def ranges(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> Ite
         yield rows, part_causal, *fp8_keys(rows.stop - rows.start, kv_length, part_causal, recipe)
 
 
+def tokens_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
+    """Some tokens of x (B, H, S, D); x itself if they are all."""
+    return x if tokens == slice(0, x.shape[2]) else x[:, :, tokens]
+
+
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, recipe: Recipe,
     to_fp8_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Fp8Attention],
@@ -65,10 +70,10 @@ def attend(
     """
     found = []
     for rows, part_causal, keys, fp8_causal in ranges(q.shape[2], k.shape[2], causal, recipe):
-        part = q[:, :, rows]
+        part = tokens_of(q, rows)
         fp8_out: Fp8Attention | tuple[None, None, None] = (None, None, None)
         if keys.start < keys.stop and part.numel() > 0:
-            fp8_out = to_fp8_keys(part, k[:, :, keys], v[:, :, keys], fp8_causal)
+            fp8_out = to_fp8_keys(part, tokens_of(k, keys), tokens_of(v, keys), fp8_causal)
         found.append(to_half_keys(part, fp8_out, part_causal))
     if len(found) == 1:
         return found[0]

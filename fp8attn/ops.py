@@ -141,13 +141,12 @@ def current(device: torch.device):
     return torch.cuda.device(device)
 
 
-def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device, packed: bool = False) -> str | None:
+def unsupported_cuda_quantize(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
     """Why the CUDA quantizer of keys and values for Hopper doesn't support them, packed or not, or None if it does.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
-    reason = cuda_quantize.unsupported_call(k, v, recipe, device, packed)
-    return reason or build.unavailable(cuda_quantize.OF_PACKED if packed else cuda_quantize.choose(k), device.arch)
+    return cuda_quantize.unsupported_call(k, v, recipe, device) or build.unavailable(cuda_quantize.LARGEST, device.arch)
 
 
 def unsupported_general_quantize(
@@ -344,7 +343,7 @@ def plan_quantizers(
     found: list[Quantizing] = []
     not_hopper: tuple[str, ...] = ()
     if k is not None and v is not None:
-        reason = unsupported_cuda_quantize(k, v, recipe, device_of(k.device), packed is not None)
+        reason = unsupported_cuda_quantize(k, v, recipe, device_of(k.device))
         if reason is None:
             found.append(Quantizing("hopper", None, k, v))
             k = v = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .call import Call
+from .call import Call, Geometry
 
 MOST_TOKENS = 1 << 30
 """A sequence must have fewer tokens. Kernels count tokens in 32 bits, and add the lengths of two sequences."""
@@ -69,7 +69,7 @@ def unsupported_boxes(call: Call) -> str | None:
     return reason
 
 
-def heads_in_l2(call: Call, teams: int) -> int:
+def heads_in_l2(call: Geometry, teams: int) -> int:
     """Number of query heads whose tiles the schedule mixes: many, so that long tiles come first, but no more than L2
     can serve.
 

@@ -75,10 +75,18 @@ void launch(int64_t launcher, const P& p, int64_t ctas, int32_t device) {
   check(reinterpret_cast<fp8attn::Launcher<P>>(launcher)(p, ctas, fp8attn::current_stream(device)));
 }
 
-// Memory for a launch's own use. It must live until the kernel is launched.
-Tensor room_of(int64_t bytes, const Tensor& like) {
-  return recording != nullptr ? recording->tensor({bytes}, {1}, ScalarType::Byte, 0, false) : fp8attn::memory(bytes, like.device());
+// An uninitialised tensor for a launch's own use. It must live until the kernel is launched.
+Tensor room_of(const Ints& sizes, const Ints& strides, ScalarType dtype, const Tensor& like) {
+  return recording != nullptr ? recording->tensor(sizes, strides, dtype, 0, false) : fp8attn::empty_strided(sizes, strides, dtype, like.device());
 }
+
+Tensor room_of(const Ints& sizes, ScalarType dtype, const Tensor& like) {
+  Ints strides(sizes.size(), 1);
+  for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  return room_of(sizes, strides, dtype, like);
+}
+
+Tensor room_of(int64_t bytes, const Tensor& like) { return room_of({bytes}, {1}, ScalarType::Byte, like); }
 
 // What all instances are told, of V no more than where it is. The number of keys and V's width are the caller's.
 fp8attn::Params params_of(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const std::optional<Tensor>& lse, double softmax_scale,
@@ -156,7 +164,9 @@ struct Attention {
   const Tensor &k, &k_scale, &v, &v_scale;
   const std::optional<Tensor>&v_mean = NONE, &attn_mask = NONE, &bias = NONE;
   const Tensor& out;
-  const std::optional<Tensor>&lse = NONE, &lse_mean = NONE, &counter = NONE, &parts = NONE, &part_rows = NONE;
+  const std::optional<Tensor>&lse = NONE, &lse_mean = NONE, &parts = NONE;
+  int* counter = nullptr;
+  void* part_rows = nullptr;
   const int* ready = nullptr;
   int ready_ctas = 0;
   int64_t first_offset = 0;
@@ -197,14 +207,14 @@ void attend(const Launch& l, const Attention& a) {
   p.k_scale = a.k_scale.const_data_ptr<float>();
   p.v_scale = a.v_scale.const_data_ptr<float>();
   p.v_mean = address_of<float>(a.v_mean);
-  p.counter = a.counter ? a.counter->mutable_data_ptr<int>() : nullptr;
+  p.counter = a.counter;
   p.key_splits = a.parts ? a.parts->size(0) : 1;
   p.parts = a.parts ? a.parts->mutable_data_ptr<float>() : nullptr;
   if (l.rows > 0 && a.parts) {  // of the tiles that CTAs share
     p.stream_k_ranges = a.parts->size(0);
-    p.partials_ready = a.part_rows->mutable_data_ptr<int>();
+    p.partials_ready = static_cast<int*>(a.part_rows);
   } else if (a.parts) {
-    p.part_rows = a.part_rows->mutable_data_ptr<float>();
+    p.part_rows = static_cast<float*>(a.part_rows);
   }
   if (a.q_scale) copy_strides(p.q_scale_strides, *a.q_scale);
   copy_strides(p.k_scale_strides, a.k_scale);
@@ -240,30 +250,20 @@ void attend(const Launch& l, const Attention& a) {
   launch(l.launcher, p, l.ctas, q.get_device());
 }
 
+// Attends to quantized operands. `ready`: a word for each head of K, from whose value `ready_ctas` on the head is there;
+// or none, if all are. Callers in Python have none.
 void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_in_l2, int64_t q_group, int64_t k_group,
              int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
              const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
              const Tensor& out, const std::optional<Tensor>& lse, const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter,
              const std::optional<Tensor>& parts, const std::optional<Tensor>& part_rows, int64_t first_offset, double softcap,
-             const std::optional<Tensor>& sinks, const std::optional<Tensor>& mean_scores, const std::optional<Tensor>& tile_table) {
+             const std::optional<Tensor>& sinks, const std::optional<Tensor>& mean_scores, const std::optional<Tensor>& tile_table, const std::optional<Tensor>& ready,
+             int64_t ready_ctas) {
   attend({launcher, rows, keys, panel, value_rows, ctas, heads_in_l2, q_group, k_group, kv_length, softmax_scale, causal_offset},
          {.q = q, .q_scale = q_scale, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .attn_mask = attn_mask, .bias = bias, .out = out, .lse = lse,
-          .lse_mean = lse_mean, .counter = counter, .parts = parts, .part_rows = part_rows, .first_offset = first_offset, .softcap = softcap, .sinks = sinks,
-          .mean_scores = mean_scores, .tile_table = tile_table});
-}
-
-// The same with Q that isn't quantized. Attention of a head starts as soon as its K and V are quantized: `ready` is the
-// tensor that `quantize` was given, and `cluster` CTAs quantize each head. A free CTA takes the next tile from
-// `counter`.
-void forward_when_ready(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_in_l2, int64_t q_group,
-                        int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const Tensor& k, const Tensor& k_scale,
-                        const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const Tensor& out, const std::optional<Tensor>& lse,
-                        const std::optional<Tensor>& lse_mean, const std::optional<Tensor>& counter, const std::optional<Tensor>& parts,
-                        const std::optional<Tensor>& part_rows, const Tensor& ready, int64_t cluster, int64_t first_offset, double softcap,
-                        const std::optional<Tensor>& sinks) {
-  attend({launcher, rows, keys, panel, value_rows, ctas, heads_in_l2, q_group, k_group, kv_length, softmax_scale, causal_offset},
-         {.q = q, .k = k, .k_scale = k_scale, .v = v, .v_scale = v_scale, .v_mean = v_mean, .out = out, .lse = lse, .lse_mean = lse_mean, .counter = counter,
-          .parts = parts, .part_rows = part_rows, .ready = ready.const_data_ptr<int>(), .ready_ctas = int(cluster), .first_offset = first_offset, .softcap = softcap, .sinks = sinks});
+          .lse_mean = lse_mean, .parts = parts, .counter = counter ? counter->mutable_data_ptr<int>() : nullptr,
+          .part_rows = part_rows ? part_rows->mutable_data_ptr() : nullptr, .ready = address_of<int>(ready), .ready_ctas = int(ready_ctas),
+          .first_offset = first_offset, .softcap = softcap, .sinks = sinks, .mean_scores = mean_scores, .tile_table = tile_table});
 }
 
 // The same of the instances that quantize: plain tensors, `splits` clusters for each head of k.
@@ -324,6 +324,39 @@ void quantize(int64_t launcher, int64_t ctas, int64_t sampled, int64_t stats_byt
   launch(launcher, p, ctas, k.get_device());
 }
 
+using Operands = std::vector<std::optional<Tensor>>;
+
+// Quantizes K and V, and attends to them with Q that isn't quantized. `quantizer`: the first four arguments of
+// `quantize`, the tokens of V's rows, and how many CTAs quantize a head if attention of a head begins once its K and V
+// are quantized, else 0. `scratch`: those of fp8attn.cuda.run.Scratch, of which the quantizer sets counters and flags
+// to 0. `adds_mean`: whether attention finds what K's mean adds to scores. `operands`: Q, K, V, a mask and sinks.
+// `results`: output and LSE.
+void quantize_and_attend(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_in_l2, int64_t q_group,
+                         int64_t k_group, int64_t kv_length, double softmax_scale, int64_t causal_offset, const Ints& quantizer, bool int8, const Ints& scratch,
+                         bool adds_mean, int64_t first_offset, double softcap, const Operands& operands, const Operands& results) {
+  STD_TORCH_CHECK(quantizer.size() == 6 && scratch.size() == 4 && operands.size() == 5 && operands[0] && operands[1] && operands[2] && results.size() == 2 && results[0],
+                  "quantize_and_attend takes 6 numbers of the quantizer, 4 of scratch, 5 operands and 2 results");
+  const Tensor &q = *operands[0], &k = *operands[1], &v = *operands[2];
+  const int64_t batch = k.size(0), heads = k.size(1), length = k.size(2), dim = k.size(3), writers = quantizer[5];
+  const auto floats = [&](const Ints& sizes) { return room_of(sizes, ScalarType::Float, k); };
+  const bool heads_last = k.stride(1) < k.stride(2);
+  const Ints k_strides = {heads * length * dim, heads_last ? dim : length * dim, heads_last ? heads * dim : dim, 1};
+  const Tensor k_data = room_of({batch, heads, length, dim}, k_strides, int8 ? ScalarType::Char : ScalarType::Float8_e4m3fn, k);
+  const Tensor v_data = room_of({batch, heads, dim, quantizer[4]}, ScalarType::Float8_e4m3fn, k);
+  const Tensor k_scale = floats({batch, heads, (length + keys - 1) / keys}), v_scale = floats({batch, heads, dim});
+  const std::optional<Tensor> k_mean = floats({batch, heads, dim}), v_mean = floats({batch, heads, dim});
+  const std::optional<Tensor> parts = scratch[2] > 0 ? std::optional(floats({scratch[2], scratch[3]})) : std::nullopt;
+  // counter, flags, and a word for each head, one after the other
+  const std::optional<Tensor> words =
+      scratch[0] + scratch[1] + writers > 0 ? std::optional(room_of({scratch[0] + scratch[1] + batch * heads}, ScalarType::Int, k)) : std::nullopt;
+  int* const counter = words ? words->mutable_data_ptr<int>() : nullptr;
+  quantize(quantizer[0], quantizer[1], quantizer[2], quantizer[3], k, v, k_data, k_scale, *k_mean, v_data, v_scale, *v_mean, words);
+  attend({launcher, rows, keys, panel, value_rows, ctas, heads_in_l2, q_group, k_group, kv_length, softmax_scale, causal_offset},
+         {.q = q, .k = k_data, .k_scale = k_scale, .v = v_data, .v_scale = v_scale, .v_mean = v_mean, .attn_mask = operands[3], .out = *results[0], .lse = results[1],
+          .lse_mean = adds_mean ? k_mean : NONE, .parts = parts, .counter = scratch[0] > 0 ? counter : nullptr, .part_rows = counter + scratch[0],
+          .ready = writers > 0 ? counter + scratch[0] + scratch[1] : nullptr, .ready_ctas = int(writers), .first_offset = first_offset, .softcap = softcap, .sinks = operands[4]});
+}
+
 // Quantizes packed K and V, (1, H, T, D), each sequence as if it were alone.
 void quantize_packed(int64_t launcher, int64_t ctas, int64_t cluster_chunks, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens, const std::optional<Tensor>& seqused,
                      const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
@@ -358,8 +391,6 @@ void write_part(int64_t launcher, int64_t ctas, const Tensor& k, const Tensor& v
   p.step = fp8attn::QuantizeStep::write;
   launch(launcher, p, ctas, k.get_device());
 }
-
-using Operands = std::vector<std::optional<Tensor>>;
 
 // Quantizes any Q, K and V, (B, H, S, D). `numbers`: the channels that are rotated together, the rows under one scale
 // of Q and of K, the number of tokens from which K's mean is computed, and the size of the memory through which its
@@ -673,8 +704,9 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   const auto define = [&m](const std::string& schema) { m.def(schema.c_str()); };
 
   define("forward(" + launch + "Tensor q, Tensor? q_scale, " + operands +
-         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores, Tensor? tile_table=None) -> ()");
-  define("forward_when_ready(" + launch + "Tensor q, " + operands + ", Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, Tensor ready, int cluster, int first_offset, float softcap, Tensor? sinks) -> ()");
+         ", Tensor? attn_mask, Tensor? bias, Tensor(a!) out, Tensor(b!)? lse, Tensor? lse_mean, Tensor(c!)? counter, Tensor(d!)? parts, Tensor(e!)? part_rows, int first_offset, float softcap, Tensor? sinks, Tensor? mean_scores, Tensor? tile_table=None, Tensor? ready=None, int ready_ctas=0) -> ()");
+  define("quantize_and_attend(" + launch +
+         "int[] quantizer, bool int8, int[] scratch, bool adds_mean, int first_offset, float softcap, Tensor?[] operands, Tensor?[] results) -> ()");
   define("forward_from_fp16(int launcher, int ctas, int splits, float softmax_scale, int causal_offset, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor(b!)? lse) -> ()");
   define(
       "quantize(int launcher, int ctas, int sampled, int stats_bytes, Tensor k, Tensor v, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
@@ -710,7 +742,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
 // The operators that launch kernels.
 void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("forward", TORCH_BOX(&forward));
-  m.impl("forward_when_ready", TORCH_BOX(&forward_when_ready));
+  m.impl("quantize_and_attend", TORCH_BOX(&quantize_and_attend));
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_packed", TORCH_BOX(&quantize_packed));

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, get_args
 
 import torch
 
-from ..call import HALVES, Call, unsupported_tma
+from ..call import HALVES, AnyCall, Call, unsupported_tma
 from ..device import Device
 from ..recipe import ProductType
 from ..schedule import unsupported_boxes, unsupported_size
@@ -371,7 +371,7 @@ VARLEN_GROUPS: dict[tuple[Scores, bool, bool], tuple[HopperConfig, ...]] = {
 FUSED_Q_DIMS = frozenset(config.head_dim for config in FUSED_Q_INSTANCES)
 
 
-def scores_of(call: Call) -> Scores:
+def scores_of(call: AnyCall) -> Scores:
     """The operations on scores that an instance must support for a call."""
     of_options = scores_of_options(call.has_first_key, call.softcap)
     if of_options != "plain":
@@ -385,7 +385,7 @@ def scores_of_options(has_first_key: bool, softcap: float) -> Scores:
     return "softcap" if softcap else "window" if has_first_key else "plain"
 
 
-def is_general(call: Call) -> bool:
+def is_general(call: AnyCall) -> bool:
     """Whether scores have a bias or scales per key, or the softmax scale isn't positive."""
     return call.bias is not None or call.k_group == 1 or not call.softmax_scale > 0
 
@@ -401,7 +401,7 @@ def unsupported_window(call: Call) -> str | None:
 MASKS = "attn_mask, scales per key, smoothed queries, or a scale that isn't positive"
 
 
-def has_mask_or_is_general(call: Call) -> bool:
+def has_mask_or_is_general(call: AnyCall) -> bool:
     """Whether a call has one of MASKS."""
     return is_general(call) or call.attn_mask is not None
 
@@ -422,7 +422,7 @@ Kind = tuple[Scores, bool, bool, bool, int, int]
 """Properties that an instance must have: (scores, int8, fuse_q_quant, varlen, head_dim, value_dim)."""
 
 
-def kind(call: Call) -> Kind:
+def kind(call: AnyCall) -> Kind:
     return scores_of(call), call.int8, call.fuse_q_quant, call.varlen is not None, call.head_dim, call.value_dim
 
 
@@ -434,7 +434,7 @@ def _serving(of: Kind) -> tuple[HopperConfig, ...]:
     return tuple(c for c in able if (c.head_dim, c.value_dim) == smallest)
 
 
-def serving(call: Call) -> tuple[HopperConfig, ...]:
+def serving(call: AnyCall) -> tuple[HopperConfig, ...]:
     """The instances that support a call, with the smallest head dims that are large enough."""
     return _serving(kind(call))
 
@@ -509,7 +509,7 @@ def _unsupported_kind(of: Kind, device: Device) -> str | None:
     return unsupported_config(able[0], device)
 
 
-def choose(call: Call, device: Device) -> HopperConfig:
+def choose(call: AnyCall, device: Device) -> HopperConfig:
     """The instance for a call: the one that is done first, estimated by rows and speed. `unsupported_call` must have
     returned None.
 
@@ -554,7 +554,7 @@ def _speed(config: HopperConfig) -> float:
     return next(speed for measured, speed in SPEEDS.items() if replace(measured, exact=config.exact) == plain)
 
 
-def stream_k_ranges(call: Call, config: HopperConfig, device: Device) -> int:
+def stream_k_ranges(call: AnyCall, config: HopperConfig, device: Device) -> int:
     """Number of ranges into which the call's last tiles are split; 1: each tile has one CTA."""
     if not config.stream_k or call.causal != "none":
         return 1

@@ -106,7 +106,10 @@ LEAST_FULL = 0.3
 begins where there is room for all of its CTAs, also those that will have no tokens."""
 
 INSTANCES = (*OF_CLUSTERS, OF_LONG, OF_PACKED)
-"""The compiled instances, each for e4m3 and int8."""
+"""The compiled instances, each for e4m3 and int8. They are compiled together."""
+
+LARGEST = max(INSTANCES, key=lambda config: config.shared_bytes)
+"""The instance that needs the most of a device."""
 
 
 def token_chunks_of(k: torch.Tensor) -> int:
@@ -166,7 +169,7 @@ def unsupported_config(config: QuantizeConfig, device: Device) -> str | None:
     return unsupported_arch(device) or unsupported_shared_memory(config.shared_bytes, device)
 
 
-def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device, packed: bool = False) -> str | None:
+def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: Device) -> str | None:
     """The reason why this quantizer doesn't support keys and values (B, H, S, D), packed or not, or None if it does."""
     wanted = FUSED_RECIPES[recipe.qk]
     for name in () if recipe is wanted else ("k", "v", "smooth_k", "smooth_v", "rotate"):
@@ -185,7 +188,7 @@ def unsupported_call(k: torch.Tensor, v: torch.Tensor, recipe: Recipe, device: D
         reason = unsupported_size(name, x) or unsupported_tma(x, name)
         if reason is not None:
             return reason
-    return unsupported_config(OF_PACKED if packed else choose(k), device)
+    return unsupported_config(LARGEST, device)
 
 
 def empty(k: torch.Tensor, v: torch.Tensor, qk: ProductType) -> tuple[Quantized, Quantized]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call import Call, Problem, empty_lse, empty_output
+from ..call import AnyCall, Call, Problem, empty_lse, empty_output
 from ..device import Device
 from ..paged_tensors import PagedTensors, counted_window
 from ..pages import PagedBatch, PagedCall, Stage, Storage, lse_shape
@@ -20,6 +20,7 @@ from . import append, build, configs, decode, decode_tensors, general_quantize, 
 from .configs import KEYS, ROWS, HopperConfig
 from .one_launch import OneLaunch
 from .portable import PortableConfig
+from .quantize import QuantizeConfig
 
 Config = HopperConfig | PortableConfig
 
@@ -152,29 +153,24 @@ class Memory(NamedTuple):
     Attributes:
         counter, flags: as of `Scratch`, or None.
         parts: float32 (splits, floats) of `Scratch`, or None.
-        ready: int32 (key/value heads,), what `quantize_into` tells attention that overlaps it, or empty.
-        words: int32, counter, flags and ready one after the other. They are 0 if ready is empty; otherwise
-            `quantize_into` sets them to 0.
     """
 
     counter: torch.Tensor | None
     parts: torch.Tensor | None
     flags: torch.Tensor | None
-    ready: torch.Tensor
-    words: torch.Tensor
 
 
-def memory_of(scratch: Scratch, like: torch.Tensor, heads: int = 0) -> Memory:
-    """Allocated on the device of `like`. `heads`: key/value heads in `ready`."""
+def memory_of(scratch: Scratch, like: torch.Tensor) -> Memory:
+    """Allocated on the device of `like`."""
     counters, flags = scratch.counters, scratch.flags
-    size = counters + flags + heads
-    words = like.new_zeros(size, dtype=torch.int32) if size and not heads else like.new_empty(size, dtype=torch.int32)
-    counter, of_warps, ready = words.split_with_sizes((counters, flags, heads))
+    counter = of_warps = None
+    if counters or flags:
+        counter, of_warps = like.new_zeros(counters + flags, dtype=torch.int32).split_with_sizes((counters, flags))
     parts = like.new_empty(scratch.splits, scratch.floats, dtype=torch.float32) if scratch.splits else None
-    return Memory(counter if counters else None, parts, of_warps if flags else None, ready, words)
+    return Memory(counter if counters else None, parts, of_warps if flags else None)
 
 
-def launch_of(call: Call, device: Device, config: Config, library: build.Library, splits: int) -> tuple[tuple[int | float, ...], Scratch]:
+def launch_of(call: AnyCall, device: Device, config: Config, library: build.Library, splits: int) -> tuple[tuple[int | float, ...], Scratch]:
     """The launch arguments that aren't tensors, and the scratch tensors.
 
     The portable kernel's `parts` isn't among the scratch tensors.
@@ -237,21 +233,19 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Devic
     return key, value
 
 
-def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device, words: torch.Tensor | None = None) -> int:
-    """`quantize_kv` into what quantize.empty made. Returns the number of CTAs of a head.
+def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device) -> None:
+    """`quantize_kv` into what quantize.empty made."""
+    library, _, numbers = quantizer_of(k, device)
+    library.operators.quantize.default(*numbers, k, v, *quantize.filled(key, value), None)
 
-    Args:
-        words: int32, which the kernel sets to 0. Then each CTA that is done with a head adds 1 to the head's word: the
-            last B · H are those of heads. Or None.
-    """
+
+def quantizer_of(k: torch.Tensor, device: Device) -> tuple[build.Library, QuantizeConfig, tuple[int, int, int, int]]:
+    """What quantizes keys like k, and their values, and the launch arguments that aren't tensors."""
     config, ctas_of_head = quantize.grid_of(k)
     library = build.load_with(config, quantize.INSTANCES, device.arch)
     batch, heads, length, _ = k.shape
     ctas = batch * heads * ctas_of_head
-    library.operators.quantize.default(
-        library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas), k, v, *quantize.filled(key, value), words
-    )
-    return quantize.writers_of(k, config)
+    return library, config, (library.launchers[config], ctas, sample_size(length), config.stats_bytes(ctas))
 
 
 def quantize_packed(

@@ -287,7 +287,7 @@ def test_attention_is_the_same(device: torch.device, monkeypatch: pytest.MonkeyP
     k, v = (on_grid(x) for x in normal((2, 4, 1400, 128), device=device))
     q = normal((2, 8, 1400, 128), device=device)[0]
     taken: list[bool] = []
-    monkeypatch.setattr(run, "quantize_into", lambda *x, original=run.quantize_into, **y: taken.append(True) or original(*x, **y))
+    monkeypatch.setattr(run, "quantizer_of", lambda *x, original=run.quantizer_of: taken.append(True) or original(*x))
     actual = fp8attn.sdpa(q, k, v, is_causal=True, enable_gqa=True, backend="cuda")
     assert taken == [True]
     monkeypatch.setattr(ops, "unsupported_cuda_quantize", lambda *_: "the test wants Triton's")

@@ -32,7 +32,7 @@ def check(batch: Batch, library: build.Library | None, device: torch.device | st
 def check_with(batch: Batch, longest: int | None, library: build.Library | None, device: torch.device | str) -> None:
     (k, v), packed, recipe = batch.tensors(device), batch.packed(device), FUSED_RECIPES[batch.qk]
     properties = H100 if library is not None else device_of(k.device)
-    assert quantize.unsupported_call(k, v, recipe, properties, packed=True) is None
+    assert quantize.unsupported_call(k, v, recipe, properties) is None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "empty_packed", untouched)
         if library is not None:
@@ -187,7 +187,7 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_it_takes() -> None:
     k = torch.zeros(1, 3, 900, 128, dtype=torch.bfloat16)
-    assert quantize.unsupported_call(k, k, DEFAULT_RECIPE, H100, packed=True) is None
+    assert quantize.unsupported_call(k, k, DEFAULT_RECIPE, H100) is None
     for recipe, x in ((Recipe(k="token"), k), (Recipe(smooth_v=False), k), (DEFAULT_RECIPE, k.float()), (DEFAULT_RECIPE, k[..., :96])):
-        assert quantize.unsupported_call(x, x, recipe, H100, packed=True) is not None
-    assert quantize.unsupported_call(k, k, DEFAULT_RECIPE, ARCHITECTURES[89], packed=True) is not None
+        assert quantize.unsupported_call(x, x, recipe, H100) is not None
+    assert quantize.unsupported_call(k, k, DEFAULT_RECIPE, ARCHITECTURES[89]) is not None

@@ -11,21 +11,17 @@ import torch
 
 import emulation
 from fp8attn import sdpa
-from fp8attn.call import HALVES, Call, Problem, empty_lse, empty_output
+from fp8attn.call import HALVES, Problem, empty_lse, empty_output
 from fp8attn.cuda import build, configs, early, quantize, run
 from fp8attn.cuda.configs import FUSED_Q_INSTANCES, HopperConfig
 from fp8attn.device import Device, device_of
 from fp8attn.quantization import quantize_kv
-from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, ProductType, Quantized
+from fp8attn.recipe import DEFAULT_RECIPE, FUSED_RECIPES, ProductType
 from fp8attn.reference import Causal
 from instances import H100
 from quantizing import assert_same, normal
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def call_of(q: torch.Tensor, key: Quantized, value: Quantized, causal: Causal = "none") -> Call:
-    return Problem(q, q, q, q.shape[3] ** -0.5, "e4m3", causal, q.dtype, True).call_of(key, value)
 
 
 def instance(head_dim: int, consumers: int) -> HopperConfig:
@@ -46,17 +42,16 @@ def instance(head_dim: int, consumers: int) -> HopperConfig:
 )
 def test_overlaps_quantization(heads: int, queries: int, keys: int, causal: Causal, dim: int, consumers: int, begins: bool) -> None:
     q, k = (torch.empty(1, heads, n, dim, dtype=torch.bfloat16, device="meta") for n in (queries, keys))
-    key, value = quantize.empty(k, k, "e4m3")
-    assert early.overlaps_quantization(call_of(q, key, value, causal), instance(dim, consumers), H100) is begins
+    problem = Problem(q, k, k, dim**-0.5, causal=causal)
+    assert early.overlaps_quantization(problem, instance(dim, consumers), H100) is begins
 
 
 def test_windows_and_caps_of_few_channels_do_not_overlap_quantization() -> None:
     for dim, consumers, begins in ((64, 4, False), (128, 3, True)):
         q = torch.empty(1, 64, 4096, dim, dtype=torch.bfloat16, device="meta")
-        key, value = quantize.empty(q, q, "e4m3")
         for options in (dict(window=(9, 0)), dict(softcap=3.0)):
-            call = Problem(q, q, q, 0.1, causal="top_left", **options).call_of(key, value)  # type: ignore[arg-type]
-            assert early.overlaps_quantization(call, instance(dim, consumers), H100) is begins
+            problem = Problem(q, q, q, 0.1, causal="top_left", **options)  # type: ignore[arg-type]
+            assert early.overlaps_quantization(problem, instance(dim, consumers), H100) is begins
 
 
 def check_words(library: build.Library, heads: int, length: int, ctas: int) -> None:
@@ -66,7 +61,9 @@ def check_words(library: build.Library, heads: int, length: int, ctas: int) -> N
         k, v = normal((2, heads, length, 128))
         expected, (key, value) = run.quantize_kv(k, v, "int8", H100), quantize.empty(k, v, "int8")
         words = torch.full((300 + 2 * heads,), 7, dtype=torch.int32)  # of the call before
-        assert run.quantize_into(key, value, k, v, H100, words=words) == ctas
+        library, config, numbers = run.quantizer_of(k, H100)
+        library.operators.quantize.default(*numbers, k, v, *quantize.filled(key, value), words)
+    assert quantize.writers_of(k, config) == ctas
     assert (words[:300] == 0).all(), "words before"
     assert (words[300:] == ctas).all(), "words of heads"
     for x, y in zip((key, value), expected, strict=True):
@@ -102,28 +99,59 @@ def test_the_emulation_sees_what_is_not_cleared(name: str) -> None:
 
 @pytest.mark.anywhere
 @emulation.emulates
-@pytest.mark.parametrize("causal", ("none", "bottom_right"))
+@pytest.mark.parametrize("heads, causal", ((30, "none"), (30, "bottom_right"), (3, "none"), (3, "bottom_right")))
 @pytest.mark.parametrize("dtype", HALVES)
-def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, causal: Causal) -> None:
-    """Bit for bit what Python makes of the same arguments; and the counter, which every such call takes tiles from."""
+def test_attention_is_told_of_what_is_quantized(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, causal: Causal) -> None:
+    """Where the quantizer writes it, and what it counts in; of many tiles and of few. Whatever else attention is told of a `Call` with these
+    operands, bit for bit."""
     operators, library = emulation.binding()
     config = instance(128, 3)
-    launcher = ctypes.cast(library.record, ctypes.c_void_p).value
-    monkeypatch.setattr(run, "library_of", lambda *_: build.Library(operators, {config: launcher}))
-    k, v = normal((2, 15, 2000, 128), dtype)
-    key, value = quantize_kv(k, v, DEFAULT_RECIPE)
-    q = normal((2, 30, 500, 128), dtype)[0]
-    call, (out, lse) = call_of(q, key, value, causal), (empty_output(q, 128, dtype), empty_lse(q, True))
-    launch = early.launch_of(call, H100, config)
-    counter, parts, flags, ready, _ = launch.memory
-    assert counter is not None and (parts is None) == (causal != "none") and ready.shape == (30,)
-    early.forward_when_ready(call, launch, out, lse, 2)
+    launchers = {config: library.record} | dict.fromkeys(quantize.INSTANCES, library.record_quantize)
+    kernels = build.Library(operators, {c: ctypes.cast(f, ctypes.c_void_p).value or 0 for c, f in launchers.items()})
+    monkeypatch.setattr(run, "library_of", lambda *_: kernels)
+    monkeypatch.setattr(build, "load_with", lambda *_: kernels)
+    k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in normal((2, heads // 2, 2000, 128), dtype))
+    q = normal((2, heads, 500, 128), dtype)[0] if heads > 3 else normal((2, heads // 2, 500, 128), dtype)[0]
+    problem = Problem(q, k, v, 0.1, "e4m3", causal, dtype, True)
+    monkeypatch.setattr(configs, "choose", lambda *_: config)
+    early.quantize_and_attend(problem, H100)
     buffer = ctypes.create_string_buffer(library.params_size())
     ctas = library.recorded(buffer)
-    tensors = q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, lse, call.lse_mean, counter, parts, flags
-    p = emulation.params(emulation.ForwardArguments(*launch.arguments, *tensors), ready, 2)
-    assert ctas == H100.sm_count
-    assert buffer.raw[emulation.MAPS :].startswith(bytes(p))
+    told, quantizer = emulation.Params.from_buffer_copy(buffer, emulation.MAPS), emulation.QuantizeParams()
+    library.recorded_quantize(ctypes.byref(quantizer))
+    overlaps = early.overlaps_quantization(problem, config, H100)
+    assert overlaps == (heads > 3)
+    for name in ("k", "v"):
+        assert getattr(told, name) == getattr(quantizer, f"{name}_data")
+    for ours, theirs in (("k_scale", "k_scale"), ("lse_mean", "k_mean"), ("v_scale", "v_scale"), ("v_mean", "v_mean")):
+        assert getattr(told, ours) == getattr(quantizer, theirs)
+    if overlaps:
+        assert told.ready == quantizer.ready == told.counter + 4 * quantizer.cleared
+        assert told.ready_ctas == quantize.writers_of(k, quantize.choose(k))
+    else:
+        assert not told.ready and not told.ready_ctas
+    if told.stream_k_ranges:
+        assert told.partials_ready == quantizer.ready - 4 * quantizer.cleared + 4 * bool(told.counter)
+        assert quantizer.cleared == bool(told.counter) + told.stream_k_ranges * 4 * config.consumers
+
+    key, value = quantize_kv(k, v, DEFAULT_RECIPE)
+    call, out = problem.call_of(key, value), empty_output(q, 128, dtype)
+    (launcher, *numbers), scratch = run.launch_of(call, H100, config, kernels, run.splits_of(call, config, H100))
+    tensors = q, None, call.k, call.k_scale, call.v, call.v_scale, call.v_mean, None, None, out, empty_lse(q, True), call.lse_mean
+    memory = run.memory_of(scratch._replace(counters=1) if overlaps else scratch, out)
+    wanted = emulation.params(emulation.ForwardArguments(launcher, *numbers, *tensors, *memory))
+    for name, kind in wanted._fields_:
+        if kind is ctypes.c_void_p or name in ("ready_ctas",):
+            assert name in ("ready", "ready_ctas") or bool(getattr(told, name)) == bool(getattr(wanted, name)), name
+        else:
+            same = (list(x) if isinstance(x, ctypes.Array) else x for x in (getattr(told, name), getattr(wanted, name)))
+            assert next(same) == next(same), name
+    assert ctas == numbers[4]
+    maps = emulation.tensor_maps(emulation.ForwardArguments(launcher, *numbers, *tensors, *memory))
+    for i, name in enumerate(("q", "k", "v", "out")):
+        at = i * emulation.MAP
+        assert buffer.raw[at + 8 : at + emulation.MAP] == maps[at + 8 : at + emulation.MAP], name
+        assert int.from_bytes(buffer.raw[at : at + 8], "little") == getattr(told, name), name
 
 
 def first_and_then(problem: Problem, device: Device) -> Tensors:
@@ -174,8 +202,7 @@ def assert_has_the_bits_of_quantizing_first(
         q[0, 0, 7, 3], k[0, heads - 1, keys - 1, i], v[batch - 1, 0, 5, i] = torch.nan, torch.inf, torch.nan
         problems.append(Problem(q, k, v, dim**-0.5, qk, out_dtype=dtype, return_lse=True, **options))
         expected.append(first_and_then(problems[-1], properties))
-    call = problems[0].call_of(*quantize.empty(problems[0].k, problems[0].v, qk))
-    assert early.overlaps_quantization(call, configs.choose(call, properties), properties)
+    assert early.overlaps_quantization(problems[0], configs.choose(problems[0], properties), properties)
     for i in range(30):
         actual = early.quantize_and_attend(problems[i % 3], properties)
         for x, y in zip(actual, expected[i % 3], strict=True):
@@ -191,12 +218,12 @@ def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.Mo
     q, k, v, *others = (torch.randn(8, 16, 1024, 128, device=device, dtype=torch.bfloat16) for _ in range(6))
     sdpa(q, k, v)
     taken: list[bool] = []
-    monkeypatch.setattr(early, "forward_when_ready", lambda *x, original=early.forward_when_ready: taken.append(True) or original(*x))
+    monkeypatch.setattr(early, "overlaps_quantization", lambda *x, original=early.overlaps_quantization: taken.append(original(*x)) or taken[-1])
     torch.cuda.synchronize(device)
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
     with torch.cuda.graph(graph, stream=stream):
         captured = sdpa(q, k, v)
-    assert taken
+    assert taken and all(taken)
     for x, y in zip((q, k, v), others, strict=True):
         x.copy_(y)
     expected = first_and_then(Problem(*others, 128**-0.5), properties)[0]
@@ -207,13 +234,3 @@ def test_in_a_graph_and_on_a_stream(device: torch.device, monkeypatch: pytest.Mo
             beside = sdpa(*others)
         torch.cuda.synchronize(device)
         assert torch.equal(captured, expected) and torch.equal(beside, expected)
-
-
-def test_calls_of_few_tiles_quantize_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of K and V, and then attention as it is."""
-    steps: list[str] = []
-    monkeypatch.setattr(run, "quantize_into", lambda *_, **__: steps.append("quantized"))
-    monkeypatch.setattr(run, "forward", lambda *_: steps.append("attended") or (torch.empty(0), torch.empty(0)))
-    q, k = (torch.zeros(1, 2, 300, 128, dtype=torch.bfloat16) for _ in range(2))
-    early.quantize_and_attend(Problem(q, k, k, 0.1), H100)
-    assert steps == ["quantized", "attended"]

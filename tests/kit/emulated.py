@@ -19,7 +19,6 @@ import fp8attn
 from closeness import assert_matches_pipeline
 from fp8attn import Recipe
 from fp8attn.call import Call, Problem, empty_lse, empty_output
-from fp8attn.cuda import early
 from fp8attn.cuda import oracle as cuda_oracle
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import HopperConfig
@@ -29,6 +28,7 @@ from fp8attn.device import ARCHITECTURES, Device
 from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
+from late import Launch
 
 H100 = ARCHITECTURES[90]
 
@@ -64,13 +64,11 @@ class Emulated:
         random.Random(seed).shuffle(parts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
-            launch = early.launch_of(call, device, config)
-        launch.memory.words.zero_()  # as the quantizer does
-        ready = launch.memory.ready
+            launch = Launch(call, config, device)
         for name, head in parts:
-            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), ready[head])
-        early.forward_when_ready(dataclasses.replace(call, **late), launch, out, lse, len(names))
-        assert (ready == len(names)).all()
+            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), launch.ready[head])
+        launch.attend(dataclasses.replace(call, **late), out, lse, len(names))
+        assert (launch.ready == len(names)).all()
         return out, lse
 
     def from_fp16(

@@ -484,22 +484,24 @@ class ForwardArguments(NamedTuple):
     sinks: torch.Tensor | None = None
     mean_scores: torch.Tensor | None = None
     tile_table: torch.Tensor | None = None
+    ready: torch.Tensor | None = None
+    ready_ctas: int = 0
 
 
-POINTERS = (*_pointers, "lse_mean", "bias", "parts", "part_rows", "sinks", "mean_scores", "tile_table")
+POINTERS = (*_pointers, "lse_mean", "bias", "parts", "part_rows", "sinks", "mean_scores", "tile_table", "ready")
 """Arguments of binding.cpp's forward whose addresses are in Params."""
 
 
-def params(a: ForwardArguments, ready: torch.Tensor | None = None, ready_ctas: int = 0) -> Params:
-    """The Params that binding.cpp's forward makes from its arguments, or forward_when_ready, which has `ready`."""
-    p = _params_of({name: getattr(a, name) for name in POINTERS} | {"ready": ready}, a.softmax_scale, a.causal_offset)
+def params(a: ForwardArguments) -> Params:
+    """The Params that binding.cpp's forward makes from its arguments."""
+    p = _params_of({name: getattr(a, name) for name in POINTERS}, a.softmax_scale, a.causal_offset)
     p.v_pitch = a.v.size(3)
     p.kv_length, p.value_dim, p.q_group, p.k_group, p.heads_in_l2 = a.kv_length, a.v.size(2), a.q_group, a.k_group, a.heads_in_l2
     p.mask_type = 0 if a.mask is None or a.mask.dtype == torch.bool else 1 + TYPES[a.mask.dtype]
     if a.mask is not None and a.rows > 0:
         p.mask_batches, p.mask_heads, p.mask_groups, p.mask_rows = mask_planes(a.mask)
         p.mask_in_boxes = has_boxes(a.mask)
-    p.ready_ctas = ready_ctas
+    p.ready_ctas = a.ready_ctas
     p.shard_blocks = 1 << 30
     if a.k.size(0) > a.q.size(0):
         p.shard_blocks, p.shard_rows = a.k.size(2) // a.keys, a.v.stride(0) // a.v.size(3)
@@ -808,13 +810,6 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
         _run(library, tensor_maps(a) + bytes(p), a.ctas)
 
 
-def _forward_when_ready(library: ctypes.CDLL, *arguments) -> None:
-    """binding.cpp's forward_when_ready."""
-    launch, (q, k, k_scale, v, v_scale, v_mean, out, lse, lse_mean, counter, parts, flags, ready, cluster, *scores) = arguments[:12], arguments[12:]
-    a = ForwardArguments(*launch, q, None, k, k_scale, v, v_scale, v_mean, None, None, out, lse, lse_mean, counter, parts, flags, *scores)
-    _run(library, tensor_maps(a) + bytes(params(a, ready, cluster)), a.ctas)
-
-
 def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
     """Schedule work of the previous grid that happens while the next launch runs: copy `source`, contiguous, to `to`,
     and increment `ready`.
@@ -841,7 +836,6 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
     operators = SimpleNamespace(
         forward=operator(_forward if isinstance(config, PortableConfig) else _forward_hopper),
         forward_from_fp16=operator(_forward_from_fp16),
-        forward_when_ready=operator(_forward_when_ready),
         on_cpu=emulated,
     )
     return build.Library(operators, {config: 0})

@@ -21,7 +21,7 @@ from emulation import mutate
 from fp8attn import Recipe, reference, rotation
 from fp8attn.backends import cuda_unavailable
 from fp8attn.call import Call, Problem, empty_lse, empty_output
-from fp8attn.cuda import build, configs, early, fused_small, one_launch
+from fp8attn.cuda import build, configs, fused_small, one_launch
 from fp8attn.cuda import run as cuda_run
 from fp8attn.cuda.configs import ADDED_INSTANCES, INSTANCES, INT8_INSTANCES, MASKED_INSTANCES, SOFTCAP_INSTANCES, WINDOW_INSTANCES
 from fp8attn.cuda.oracle import oracle
@@ -30,6 +30,7 @@ from fp8attn.device import device_of
 from fp8attn.prepare import call_of
 from fp8attn.quantization import quantize
 from fp8attn.reference import Causal
+from late import Launch
 from mutants import (
     ADDED,
     EVERY,
@@ -177,17 +178,15 @@ def check_ready() -> list[str]:
                 to.view(torch.uint8).flatten(0, 1)[head].copy_(source.view(torch.uint8).flatten(0, 1)[head])
             ready[head] += 1
 
-    loading, launch = (early.launch_of(late, device_of(device), config) for _ in range(2))
-    for each in (loading, launch):
-        each.memory.words.zero_()  # as the quantizer does
+    loading, launch = (Launch(late, config, device_of(device)) for _ in range(2))
     # CUDA loads a kernel on its first launch, and no kernel while one runs that waits for it
-    arrive(*(torch.empty_like(x) for x in (late.k, late.v, late.lse_mean)), loading.memory.ready)
+    arrive(*(torch.empty_like(x) for x in (late.k, late.v, late.lse_mean)), loading.ready)
     actual = empty_output(q, 64, torch.float32), empty_lse(q, True)
-    early.forward_when_ready(late, loading, *actual, 2)
+    loading.attend(late, *actual, 2)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream(device)):
-        early.forward_when_ready(late, launch, *actual, 2)
-    arrive(late.k, late.v, late.lse_mean, launch.memory.ready)
+        launch.attend(late, *actual, 2)
+    arrive(late.k, late.v, late.lse_mean, launch.ready)
     torch.cuda.synchronize()
     return compare(actual, (expected, expected_lse))
 

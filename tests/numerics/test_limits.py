@@ -146,11 +146,22 @@ def test_no_cuda_kernel_has_a_larger_grid_than_there_is(monkeypatch: pytest.Monk
     """What the binding is told, which has no more than 31 bits for a number of CTAs; and in their sources kernels know of x only."""
     found: list[tuple[str, int]] = []
 
-    def operator(name: str, place: int) -> SimpleNamespace:
-        return SimpleNamespace(default=lambda *arguments: found.append((name, arguments[place])))
+    def operator(name: str, *places: int) -> SimpleNamespace:
+        def note(*arguments: Any) -> None:
+            flat = [x for argument in arguments for x in (argument if isinstance(argument, list) else [argument])]
+            found.extend((name, flat[place]) for place in places)
 
-    places = {"forward": 5, "forward_when_ready": 5, "forward_from_fp16": 1, "quantize": 1, "quantize_general": 1, "unsmooth_lse": 1}
-    operators = SimpleNamespace(**{name: operator(name, place) for name, place in places.items()})
+        return SimpleNamespace(default=note)
+
+    places = {
+        "forward": (5,),
+        "quantize_and_attend": (5, 13),
+        "forward_from_fp16": (1,),
+        "quantize": (1,),
+        "quantize_general": (1,),
+        "unsmooth_lse": (1,),
+    }
+    operators = SimpleNamespace(**{name: operator(name, *of_ctas) for name, of_ctas in places.items()})
     launchers = type("Launchers", (), {"__getitem__": lambda *_: 0})()
     monkeypatch.setattr(build, "load_with", lambda *_: SimpleNamespace(operators=operators, launchers=launchers))
 

@@ -19,7 +19,7 @@ from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, page
 from fp8attn import quantization as quantize_ref
 from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
-from fp8attn.cuda import build, configs, early, prefill
+from fp8attn.cuda import build, configs, prefill, quantize
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
 from fp8attn.recipe import FUSED_RECIPES
@@ -63,9 +63,15 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def of_call(backend: str, config: Any, call: Any) -> tuple:
         return seen.attend(backend, config, call.q, call.value_dim, call.out_dtype, call.return_lse)
 
-    def when_ready(call: Any, launch: Any, *_: Any) -> None:
-        of_call("cuda", launch.config, call)
-        seen.overlapped = True
+    def library_of(config: Any, device: Any) -> SimpleNamespace:
+        def both(*arguments: Any) -> None:
+            writers = arguments[12][-1]
+            seen.attention.append(("cuda", config))
+            seen.quantizers.add("hopper")
+            seen.overlapped = writers > 0
+
+        operators = SimpleNamespace(quantize_and_attend=SimpleNamespace(default=both))
+        return SimpleNamespace(launchers=collections.defaultdict(int), operators=operators)
 
     def packed(*arguments: Any) -> tuple:
         seen.quantizers.add("triton")
@@ -98,8 +104,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
         "cuda", launch.config, p.q, p.v.shape[3], p.out_dtype, p.return_lse))  # fmt: skip
     monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, tiling, out_dtype, *_: seen.attend(
         "cuda", tiling.config, call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
-    monkeypatch.setattr(early, "forward_when_ready", when_ready)
-    monkeypatch.setattr(cuda_run, "library_of", lambda *_: SimpleNamespace(launchers=collections.defaultdict(int)))
+    monkeypatch.setattr(cuda_run, "library_of", library_of)
+    monkeypatch.setattr(cuda_run, "quantizer_of", lambda k, *_: (None, quantize.choose(k), (0, 0, 0, 0)))
     monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
     monkeypatch.setattr(cuda_run, "quantize_packed", packed_by_cuda)
     monkeypatch.setattr(cuda_run, "quantize_any", by_general)
