@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -202,8 +202,8 @@ def filled(inputs: Inputs) -> tuple[KVCache, PagedBatch]:
     return cache, PagedBatch(inputs.table, inputs.lengths, max_length=max(case.lengths))
 
 
-def _own(backend: str, sets: Sequence[Inputs]) -> Run:
-    caches = [filled(inputs) for inputs in sets]
+def _own(backend: str, sets: Sequence[Inputs], batch_invariant: bool = False) -> Run:
+    caches = [(cache, replace(batch, batch_invariant=batch_invariant)) for cache, batch in map(filled, sets)]
     new: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * len(sets)
     if sets[0].case.is_prefill:  # the same tokens are appended again and again
         first = -sets[0].case.queries
@@ -360,6 +360,7 @@ class Row:
 
 ROWS = (
     Row("fp8attn cuda", functools.partial(_own, "cuda"), needs=needs_gpu),
+    Row("fp8attn cuda, batch-invariant", functools.partial(_own, "cuda", batch_invariant=True), needs=needs_gpu),
     Row("fp8attn triton", functools.partial(_own, "triton")),
     Row("fp8attn tensors e4m3", functools.partial(_tensors, "tensor", "cuda"), needs=needs_gpu),
     Row("fp8attn tensors e4m3 by token", functools.partial(_tensors, "token", "cuda"), needs=needs_gpu),
@@ -377,7 +378,7 @@ ROWS = (
 
 LEAST_SHOWN = (
     "SDPA bf16", "relative L2", "FA3 bf16", "fp8attn append", "fp8attn tensors bf16 triton", "fp8attn tensors e4m3 triton",
-    "fp8attn tensors e4m3 by token", "fp8attn triton",
+    "fp8attn tensors e4m3 by token", "fp8attn triton", "fp8attn cuda, batch-invariant",
 )  # fmt: skip
 """Columns that a narrow table leaves out, the first one first."""
 
@@ -385,7 +386,7 @@ PREFILL_ROWS = (
     Row("fp8attn dense", functools.partial(_dense, False)),
     Row("fp8attn dense, quantized", functools.partial(_dense, True)),
     Row("fp8attn cuda, appended", _prefill_alone, needs=needs_gpu),
-    *(row for row in ROWS if "tensors" not in row.name and "SDPA" not in row.name),
+    *(row for row in ROWS if not any(part in row.name for part in ("tensors", "SDPA", "invariant"))),
 )
 
 

@@ -169,13 +169,16 @@ class KVCache:
             return None
         return *batch.tensors(), *self.storage.tensors()
 
-    def with_tensors(self, tensors: recording.Tensors, max_length: int | None = None, max_count: int | None = None) -> tuple[KVCache, PagedBatch]:
-        """A cache like this one and a batch, with other tensors: the inverse of `tensors_with`."""
+    def with_tensors(
+        self, tensors: recording.Tensors, max_length: int | None = None, max_count: int | None = None, batch_invariant: bool = False
+    ) -> tuple[KVCache, PagedBatch]:
+        """A cache like this one and a batch, with other tensors: the inverse of `tensors_with`. The others are
+        `PagedBatch.options`."""
         other = copy.copy(self)
         table, lengths, counts, sequences, cu_seqlens, *storage = tensors
         assert table is not None and lengths is not None
         other.storage = Storage.of([x for x in storage if x is not None])
-        return other, PagedBatch(table, lengths, counts, sequences, max_length, cu_seqlens, max_count)
+        return other, PagedBatch(table, lengths, counts, sequences, max_length, cu_seqlens, max_count, batch_invariant)
 
     def fork(self, source: int, target: int) -> None:
         """Copy what a sequence has beside its pages to another one. The page table shares the pages.

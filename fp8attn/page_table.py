@@ -44,10 +44,11 @@ class PageTable:
         return len(self._free)
 
     def batch(
-        self, counts: torch.Tensor | None = None, max_length: int | None = None, cu_seqlens: torch.Tensor | None = None, max_count: int | None = None
+        self, counts: torch.Tensor | None = None, max_length: int | None = None, cu_seqlens: torch.Tensor | None = None, max_count: int | None = None,
+        batch_invariant: bool = False,
     ) -> PagedBatch:  # fmt: skip
         """All sequences as a batch, with the tensors of this object: later changes show in it."""
-        return PagedBatch(self.table, self.lengths, counts, None, max_length, cu_seqlens, max_count)
+        return PagedBatch(self.table, self.lengths, counts, None, max_length, cu_seqlens, max_count, batch_invariant)
 
     def reserve(self, sequence: int, length: int) -> None:
         """Give a sequence the pages that it needs to grow to a length. A page is needed when it becomes complete.

@@ -80,12 +80,12 @@ def paged_sdpa(
     others = cache.tensors_with(batch) if new is None or (type(new) is tuple and len(new) == 2) else None
     if others is None or not how.can_be_kept:
         return _attend(query, cache, batch, new, how)
-    options = ("paged_sdpa", cache.recipe.text, *batch.limits, new is None, *how.without_tensors)
+    options = ("paged_sdpa", cache.recipe.text, *batch.options, new is None, *how.without_tensors)
     operands, others = (query, *((None, None) if new is None else new)), (sinks, *others)
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, *others: torch.Tensor | None):
         given = None if new is None else (key, value)
-        return _attend(query, *cache.with_tensors(others, *batch.limits), given, how._replace(sinks=sinks))
+        return _attend(query, *cache.with_tensors(others, *batch.options), given, how._replace(sinks=sinks))
 
     like = eager.likeness_of(options, operands, others)
     repeated = eager.repeat(like, attend)
@@ -203,7 +203,7 @@ def _attend(query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: New, op
     dtype = query.dtype if options.out_dtype is None else options.out_dtype
     operator = operator_of("attention", options.backend, batch)
     out, lse = operator(
-        query, *given, call.storage.tensors(), *batch.tensors(), *batch.limits, call.recipe.rotate, call.softmax_scale, dtype,
+        query, *given, call.storage.tensors(), *batch.tensors(), *batch.options, call.recipe.rotate, call.softmax_scale, dtype,
         list(call.window), call.softcap, call.sinks,
     )  # fmt: skip
     if call.new is not None:
@@ -216,12 +216,12 @@ def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBat
     kept = not is_compiling() and type(batch) is PagedBatch and options.can_be_kept and (new is None or (type(new) is tuple and len(new) == 2))
     others: Any = (*batch.tensors(), cache.k, cache.v, cache.k_scale, cache.v_scale, options.sinks) if kept else ()
     kept = kept and all(x is None or isinstance(x, torch.Tensor) for x in others)
-    name = ("paged_sdpa of tensors", *batch.limits, new is None, *options.without_tensors) if kept else ()
+    name = ("paged_sdpa of tensors", *batch.options, new is None, *options.without_tensors) if kept else ()
     operands = (query, *((None, None) if new is None else new)) if kept else ()
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> eager.Attention:
         table, lengths, counts, _, cu_seqlens, *tensors, sinks = others
-        same = PagedBatch(table, lengths, counts, None, batch.max_length, cu_seqlens, batch.max_count)
+        same = PagedBatch(table, lengths, counts, None, batch.max_length, cu_seqlens, batch.max_count, batch.batch_invariant)
         given = None if new is None else (key, value)
         return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, given, options._replace(sinks=sinks))
 
@@ -256,7 +256,7 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
     dtype = query.dtype if options.out_dtype is None else options.out_dtype
     operator = getattr(library_ops, f"{options.backend}_tensors_attention")
     out, lse = operator(
-        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, *batch.limits, how.softmax_scale,
+        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, *batch.options, how.softmax_scale,
         list(how.window), how.softcap, how.sinks, dtype,
     )  # fmt: skip
     return (out, lse) if options.return_lse else out

@@ -124,8 +124,9 @@ def _prefill(call: PagedCall, device: Device, out_dtype: torch.dtype) -> tuple[t
 
 def tiling_of(call: PagedCall, device: Device, few: int) -> prefill.Tiling:
     """How the kernel for many queries runs a call. Where some rows are the decode kernel's, those of at most `few`
-    queries, the keys of the others are not split: the output has both."""
-    return prefill.Tiling.of(call, device, may_split=not few)
+    queries, the keys of the others are not split: the output has both. Nor are they where rows mustn't depend on
+    others: how they are split follows from all tiles."""
+    return prefill.Tiling.of(call, device, may_split=not few and not call.batch.batch_invariant)
 
 
 def few_queries(call: PagedCall) -> int:
@@ -133,7 +134,7 @@ def few_queries(call: PagedCall) -> int:
     do."""
     if call.batch.cu_seqlens is None:
         return 0
-    rows, few = call.batch.lengths.shape[0], decode.few_queries(call.q, call.storage.k.shape[1])
+    rows, few = call.batch.lengths.shape[0], decode.few_queries(call.q, call.storage.k.shape[1], call.batch.batch_invariant)
     all_have_most = call.q.shape[0] == rows * call.batch.most_queries(call.q)
     return 0 if all_have_most or unsupported_decode(replace(call, batch=replace(call.batch, max_count=few))) else few
 
@@ -261,10 +262,11 @@ def _attend_by(backend: str):
     def attend(
         query: torch.Tensor, key: MaybeTensor, value: MaybeTensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor,
         counts: MaybeTensor, sequences: MaybeTensor, cu_seqlens: MaybeTensor, max_length: int | None, max_count: int | None,
-        rotate: Rotation, softmax_scale: float, out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW, softcap: float = 0.0,
-        sinks: MaybeTensor = None,
+        batch_invariant: bool, rotate: Rotation, softmax_scale: float, out_dtype: torch.dtype, window: Sequence[int] = CAUSAL_WINDOW,
+        softcap: float = 0.0, sinks: MaybeTensor = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, max_length, cu_seqlens, max_count)
+        batch = PagedBatch(page_table, lengths, counts, sequences, max_length, cu_seqlens, max_count, batch_invariant)
+        cache = Storage.of(storage)
         validate.check_storage(cache)
         validate.check_batch(batch, cache.k.device)
         validate.check_queries(query, batch, cache)
@@ -296,8 +298,8 @@ def _fake_append(key, value, storage, page_table, lengths, counts, sequences, cu
 
 
 def _fake_attend(
-    query, key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, max_length, max_count, rotate, softmax_scale, out_dtype,
-    window=CAUSAL_WINDOW, softcap=0.0, sinks=None,
+    query, key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, max_length, max_count, batch_invariant, rotate, softmax_scale,
+    out_dtype, window=CAUSAL_WINDOW, softcap=0.0, sinks=None,
 ):  # fmt: skip
     out, lse = empty_answer(query, Storage.of(storage).v.shape[3])
     return out.to(out_dtype), lse
@@ -315,8 +317,9 @@ for _name in BACKENDS["append"]:
 
 for _name in BACKENDS["attention"]:
     register(
-        f"{_name}_paged_attention(Tensor query, Tensor? key, Tensor? value, Tensor[] storage, {_BATCH}, int? max_length, int? max_count, int rotate,"
-        " float softmax_scale, ScalarType out_dtype, int[2] window=[-1, 0], float softcap=0., Tensor? sinks=None) -> (Tensor, Tensor)",
+        f"{_name}_paged_attention(Tensor query, Tensor? key, Tensor? value, Tensor[] storage, {_BATCH}, int? max_length, int? max_count,"
+        " bool batch_invariant, int rotate, float softmax_scale, ScalarType out_dtype, int[2] window=[-1, 0], float softcap=0.,"
+        " Tensor? sinks=None) -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,
     )

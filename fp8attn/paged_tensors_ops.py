@@ -71,10 +71,11 @@ def _by_cuda(
 def _attend_by(backend: str):
     def attend(
         query: torch.Tensor, cache: Sequence[torch.Tensor], page_table: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, max_length: int | None, max_count: int | None, softmax_scale: float, window: Sequence[int], softcap: float,
-        sinks: torch.Tensor | None, out_dtype: torch.dtype,
+        cu_seqlens: torch.Tensor | None, max_length: int | None, max_count: int | None, batch_invariant: bool, softmax_scale: float,
+        window: Sequence[int], softcap: float, sinks: torch.Tensor | None, out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        batch, tensors = PagedBatch(page_table, lengths, counts, None, max_length, cu_seqlens, max_count), PagedTensors.of(cache)
+        batch = PagedBatch(page_table, lengths, counts, None, max_length, cu_seqlens, max_count, batch_invariant)
+        tensors = PagedTensors.of(cache)
         how = Scoring(softmax_scale, (window[0], window[1]), softcap, sinks)
         validate.check_tensors_call(query, tensors, batch, how)
         validate.check_launch(softmax_scale, "bottom_right", out_dtype)
@@ -124,7 +125,9 @@ def _append_by(backend: str):
     return append
 
 
-def _fake_attend(query, cache, page_table, lengths, counts, cu_seqlens, max_length, max_count, softmax_scale, window, softcap, sinks, out_dtype):
+def _fake_attend(
+    query, cache, page_table, lengths, counts, cu_seqlens, max_length, max_count, batch_invariant, softmax_scale, window, softcap, sinks, out_dtype
+):
     out, lse = empty_answer(query, cache[1].shape[3])
     return out.to(out_dtype), lse
 
@@ -136,7 +139,8 @@ def _fake_write(key, value, cache, *where) -> None:
 for _name in BACKENDS["attention"]:
     register(
         f"{_name}_tensors_attention(Tensor query, Tensor[] cache, Tensor page_table, Tensor lengths, Tensor? counts, Tensor? cu_seqlens,"
-        " int? max_length, int? max_count, float softmax_scale, int[2] window, float softcap, Tensor? sinks, ScalarType out_dtype)"
+        " int? max_length, int? max_count, bool batch_invariant, float softmax_scale, int[2] window, float softcap, Tensor? sinks,"
+        " ScalarType out_dtype)"
         " -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,

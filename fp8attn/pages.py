@@ -156,6 +156,8 @@ class PagedBatch:
             never falls. Tokens from the last number on are no row's. `counts` must be None with it.
         max_count: no row has more packed tokens of a call; one that has gets NaN. The CUDA kernels for few queries need
             it to take packed ones. None: any number.
+        batch_invariant: a row's output has the same bits whatever the other rows are, and however many. Its keys are
+            split at places that follow from its own length. Of packed tokens only the CUDA kernels promise it.
     """
 
     page_table: torch.Tensor
@@ -165,11 +167,12 @@ class PagedBatch:
     max_length: int | None = None
     cu_seqlens: torch.Tensor | None = None
     max_count: int | None = None
+    batch_invariant: bool = False
 
     @property
-    def limits(self) -> tuple[int | None, int | None]:
-        """max_length and max_count."""
-        return self.max_length, self.max_count
+    def options(self) -> tuple[int | None, int | None, bool]:
+        """What isn't a tensor."""
+        return self.max_length, self.max_count, self.batch_invariant
 
     def most_queries(self, q: torch.Tensor) -> int:
         """The largest number of queries of a row, of q (B, Hq, S, D) or packed (T, Hq, D)."""

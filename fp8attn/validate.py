@@ -617,6 +617,8 @@ def check_batch(batch: object, device: torch.device) -> None:
     if batch.max_count is not None and (type(batch.max_count) is not int or batch.max_count < 1 or cu_seqlens is None):
         given = "" if cu_seqlens is None else " with cu_seqlens"
         raise ValueError(f"max_count is {batch.max_count!r}{given}; it must be None, or an int of at least 1 with cu_seqlens")
+    if not isinstance(batch.batch_invariant, bool):
+        raise TypeError(f"batch_invariant is a {type(batch.batch_invariant).__name__}; it must be a bool")
 
 
 def check_numbers_of_batch(batch: PagedBatch, length: int, sequences: int, num_pages: int) -> None:

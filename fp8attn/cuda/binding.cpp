@@ -250,8 +250,8 @@ void attend(const Launch& l, const Attention& a) {
   launch(l.launcher, p, l.ctas, q.get_device());
 }
 
-// Attends to quantized operands. `ready`: a word for each head of K, from whose value `ready_ctas` on the head is there;
-// or none, if all are. Callers in Python have none.
+// Attends to quantized operands. `ready`: a word for each head of K, from whose value `ready_ctas` on the head is
+// there; or none, if all are. Callers in Python have none.
 void forward(int64_t launcher, int64_t rows, int64_t keys, int64_t panel, int64_t value_rows, int64_t ctas, int64_t heads_in_l2, int64_t q_group, int64_t k_group,
              int64_t kv_length, double softmax_scale, int64_t causal_offset, const Tensor& q, const std::optional<Tensor>& q_scale, const Tensor& k, const Tensor& k_scale,
              const Tensor& v, const Tensor& v_scale, const std::optional<Tensor>& v_mean, const std::optional<Tensor>& attn_mask, const std::optional<Tensor>& bias,
@@ -490,8 +490,8 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
   p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
   p.ctas = ctas, p.part_height = results[2].size(1);
   const int tiles = p.batches * p.kv_heads;
-  p.tiles_of_unit = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_unit = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
-  p.ctas_of_unit_inverse = ((1 << 16) + p.ctas_of_unit - 1) / p.ctas_of_unit;
+  p.tiles_of_group = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_group = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
+  p.ctas_of_group_inverse = ((1 << 16) + p.ctas_of_group - 1) / p.ctas_of_group;
   p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(results[0].scalar_type());
@@ -504,12 +504,12 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
 // sinks, or none. `storage`: the tensors of pages.Storage. `batch`, `results`: as of decode_params_of.
 void decode(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax_scale, double softcap, const Operands& tokens, const std::vector<Tensor>& storage,
             const Operands& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(numbers.size() == 4 && tokens.size() == 2 && tokens[0] && storage.size() == 10, "decode takes 4 numbers, 2 tensors of tokens and 10 of a cache");
+  STD_TORCH_CHECK(numbers.size() == 5 && tokens.size() == 2 && tokens[0] && storage.size() == 10, "decode takes 5 numbers, 2 tensors of tokens and 10 of a cache");
   const Tensor& q = *tokens[0];
   const Tensor &k = storage[0], &v = storage[2], &recent_k = storage[7], &recent_v = storage[8];
   const int64_t dim = k.size(3);
   fp8attn::DecodeParams p = decode_params_of(ctas, numbers[0], numbers[1], softmax_scale, q, k.size(1), batch, results);
-  p.leaves_longer = numbers[2], p.left = numbers[3], p.softcap = softcap, p.sinks = address_of<float>(tokens[1]);
+  p.leaves_longer = numbers[2], p.left = numbers[3], p.part_log = numbers[4], p.softcap = softcap, p.sinks = address_of<float>(tokens[1]);
   // A thread that has made no CUDA call has no context, and without one the driver's encoder of tensor maps crashes.
   check(cudaSetDevice(q.get_device()));
   const int64_t keys = k.size(2), panel = std::min<int64_t>(dim, 128);
@@ -540,12 +540,12 @@ void encode_slots(CUtensorMap& map, const Tensor& x, int64_t rows) {
 // K, V, their scales, and sinks. `most`, `batch`, `results`: as of decode_params_of.
 void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q, const Operands& cache,
                     const Operands& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(numbers.size() == 13 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 13 numbers and 5 tensors of a cache");
+  STD_TORCH_CHECK(numbers.size() == 14 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 14 numbers and 5 tensors of a cache");
   const Tensor &k = *cache[0], &v = *cache[1];
   fp8attn::DecodeParams p = decode_params_of(ctas, most, 0, softmax_scale, q, k.size(2), batch, results);
-  p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.softcap = softcap;
-  std::copy_n(&numbers[5], 4, p.k_scale_strides);
-  std::copy_n(&numbers[9], 4, p.v_scale_strides);
+  p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.part_log = numbers[5], p.softcap = softcap;
+  std::copy_n(&numbers[6], 4, p.k_scale_strides);
+  std::copy_n(&numbers[10], 4, p.v_scale_strides);
   check(cudaSetDevice(q.get_device()));  // as in `decode`
   encode_slots(p.k_map, k, p.copied_tokens);
   encode_slots(p.v_map, v, p.copied_tokens);

@@ -23,6 +23,16 @@ Triton's kernel is expected to be no slower."""
 FEW_ROWS = 2 * GROUP
 """Rows of a key/value head with which other kernels are slower; half of them where these split keys."""
 
+PART_PAGES = 16
+"""Pages of a part of a row's keys at least, if parts are fixed: a power of two. With 8, steps of 4k tokens take 9 % more
+time."""
+
+MOST_FIXED_PARTS = 32
+"""Fixed parts of a tile at most: a power of two. Longer rows have longer parts."""
+
+MOST_BLOCKS_BEHIND = 8
+"""Blocks of a tile beside the pages of the page table, at most."""
+
 FEW_QUERIES = 3
 """Queries of a row of the batch with which other kernels are slower, however many heads share keys."""
 
@@ -136,9 +146,29 @@ def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int, batch: Page
     return min(rows_of_head(q, kv_heads, batch), config.rows)
 
 
-def few_queries(q: torch.Tensor, kv_heads: int) -> int:
-    """The most queries of a row that have FEW_ROWS; or 1."""
-    return max(FEW_ROWS // (q.shape[1] // kv_heads), 1)
+def part_log(batch: PagedBatch, blocks_of_page: int = 1) -> int:
+    """log2 of the blocks of a fixed part at least; or -1 if parts aren't fixed."""
+    return (PART_PAGES * blocks_of_page).bit_length() - 1 if batch.batch_invariant else -1
+
+
+def places_of_parts(ctas: int, tiles: int, blocks: int, log: int) -> int:
+    """How many parts of tiles there may be.
+
+    Args:
+        tiles: of all rows of the batch and heads.
+        blocks: of a tile at most.
+        log: `part_log`.
+    """
+    return 2 * ctas if log < 0 else tiles * min(max(blocks >> log, 1), MOST_FIXED_PARTS)
+
+
+def few_queries(q: torch.Tensor, kv_heads: int, batch_invariant: bool) -> int:
+    """The most queries of a row that have FEW_ROWS; or 1.
+
+    Args:
+        batch_invariant: the number must be that up to which `is_faster` holds.
+    """
+    return max(FEW_ROWS // (q.shape[1] // kv_heads), FEW_QUERIES if batch_invariant else 1)
 
 
 def is_faster(q: torch.Tensor, storage: Storage, batch: PagedBatch, splits: bool) -> bool:
@@ -189,7 +219,7 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
     if rows > storage.k.shape[0]:
         return f"the batch has {rows} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
     sizes = (storage.pages.k.shape[0] * kv_heads * max(PAGE, q.shape[-1]), storage.k.shape[0] * kv_heads * storage.k.shape[2])
-    blocks = rows * kv_heads * row_tiles(q, kv_heads, batch) * (batch.page_table.shape[1] + 8)
+    blocks = rows * kv_heads * row_tiles(q, kv_heads, batch) * (batch.page_table.shape[1] + MOST_BLOCKS_BEHIND)
     if max(*sizes, blocks, q.numel()) >= 1 << 31:
         return f"the cache has {sizes[0]} rows of keys, and the call {blocks} blocks; it takes fewer than 2^31"
     return None

@@ -9,8 +9,9 @@ import torch
 
 from ..device import Device
 from ..paged_tensors import KEY_BLOCK, PagedTensors, by_token, capacity_of, counted_window, scale_strides
-from ..pages import PagedBatch
+from ..pages import PAGE, PagedBatch
 from ..reference import Scoring
+from . import decode
 from .configs import round_up
 from .decode import E4M3_INSTANCES, WARP, DecodeShape, row_tiles, unsupported_queries, unsupported_rows
 
@@ -87,10 +88,20 @@ def copied_tokens(cache: PagedTensors, batch: PagedBatch) -> int:
 
 
 def numbers_of(cache: PagedTensors, batch: PagedBatch, how: Scoring) -> list[int]:
-    """The numbers of DecodeParams that are only of this kernel: page, copied_tokens, capacity, left, right, and the
-    strides of K's and V's scales."""
+    """The numbers of DecodeParams that are this kernel's: page, copied_tokens, capacity, left, right, part_log, and
+    the strides of K's and V's scales."""
     strides = [stride for x in cache.scales for stride in ((0, 0, 0, 0) if x is None else scale_strides(x))]
-    return [cache.page, copied_tokens(cache, batch), capacity_of(cache, batch), *counted_window(how.window), *strides]
+    return [cache.page, copied_tokens(cache, batch), capacity_of(cache, batch), *counted_window(how.window), part_log(batch), *strides]
+
+
+def part_log(batch: PagedBatch) -> int:
+    """As of decode.py, in blocks of this kernel."""
+    return decode.part_log(batch, PAGE // KEY_BLOCK)
+
+
+def most_blocks(cache: PagedTensors, batch: PagedBatch) -> int:
+    """The most blocks of a tile."""
+    return capacity_of(cache, batch) // KEY_BLOCK + 2
 
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
@@ -110,7 +121,7 @@ def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
             return reason
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             return f"{name} has strides {x.stride()}; it takes slots that are apart"
-    blocks = batch.page_table.shape[0] * cache.kv_heads * row_tiles(q, cache.kv_heads, batch) * (capacity_of(cache, batch) // KEY_BLOCK + 2)
+    blocks = batch.page_table.shape[0] * cache.kv_heads * row_tiles(q, cache.kv_heads, batch) * most_blocks(cache, batch)
     if max(blocks, q.numel(), cache.k.shape[0]) >= 1 << 31:
         return f"the call has {blocks} blocks of keys; it takes fewer than 2^31"
     return None

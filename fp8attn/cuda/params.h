@@ -225,8 +225,8 @@ struct DecodeParams {
   const int* cu_seqlens;      // (B + 1), of packed queries; or null
   void* out;                  // (B, Hq, Sq, D), or (T, Hq, D)
   float* lse;                 // (B, Hq, Sq), or (Hq, T)
-  float* parts;               // (2 * ctas, rows of a tile, D): partial outputs
-  float* part_rows;           // (2 * ctas, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
+  float* parts;               // (places, rows of a tile, D): partial outputs; 2 * ctas places, or as many as there are fixed parts at most
+  float* part_rows;           // (places, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
   int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 10 bits a row tile
 
   // Over rows of the batch, heads and queries. Packed queries count from the first row's on: theirs over rows are 0.
@@ -238,12 +238,13 @@ struct DecodeParams {
   int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
   int ctas, part_height;  // of the grid; rows of a tile in parts
   // If all rows of the batch have as many blocks: how many tiles as many CTAs have. One of the two is 1.
-  int tiles_of_unit, ctas_of_unit, ctas_of_unit_inverse;  // the latter: 2^16 over that, rounded up
+  int tiles_of_group, ctas_of_group, ctas_of_group_inverse;  // the latter: 2^16 over that, rounded up
   int part;               // channels that are rotated together; 0: none
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e
   OutType out_type;
   bool half;  // q and the tokens in half precision are half, else bfloat16
   bool leaves_longer;  // rows of more queries than q_length are another kernel's; else they are NaN
+  int part_log;        // log2 of the blocks of a part of a tile at least, if parts are fixed; or -1
 
   const float* sinks;  // (Hq); or null
   int left, right;     // a query at position i sees keys i - left ... i + right; -1: all. A KV cache is causal, whatever right is

@@ -14,7 +14,7 @@ from .. import layout, pages, recipe, reference, schedule
 from .. import quantization as quantize_ref
 from .append import OF_WORD, AppendConfig
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
-from .decode import DecodeConfig
+from .decode import MOST_FIXED_PARTS, DecodeConfig
 from .decode_tensors import DecodeTensorsConfig
 from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
@@ -61,6 +61,7 @@ CONSTANTS: dict[str, int | float] = {
     "GROUP": layout.GROUP,
     "TILE_PITCH": schedule.TILE_PITCH,
     "MOST_PARTS": schedule.MOST_PARTS,
+    "MOST_FIXED_PARTS": MOST_FIXED_PARTS,
     "RUN": quantize_ref.RUN,
     "SMALLEST_SCALE": quantize_ref.SMALLEST_SCALE,
     "LARGEST_MEAN": quantize_ref.LARGEST_MEAN,

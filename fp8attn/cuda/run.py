@@ -377,8 +377,11 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
     config = decode.choose(storage, call.scoring)
     library = build.load_with(config, decode.group(config), device.arch)
     ctas = decode.ctas_of(config, device)
-    numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None, counted_window(call.window)[0]]
-    out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, storage.k.shape[1], batch), out_dtype)
+    kv_heads, part_log = storage.k.shape[1], decode.part_log(batch)
+    numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None, counted_window(call.window)[0], part_log]
+    tiles, blocks = len(batch.lengths) * kv_heads * decode.row_tiles(q, kv_heads, batch), batch.page_table.shape[1] + decode.MOST_BLOCKS_BEHIND
+    places = decode.places_of_parts(ctas, tiles, blocks, part_log)
+    out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
     library.operators.decode.default(
         library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [q, call.sinks], storage.tensors(), list(batch.tensors()),
         [out, lse, *parts, storage.tickets],
@@ -386,10 +389,10 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
     return out, lse
 
 
-def _decoded(q: torch.Tensor, ctas: int, height: int, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _decoded(q: torch.Tensor, places: int, height: int, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
     """What a decode kernel writes: output, LSE, and two tensors of partial results, of `height` rows of a tile."""
     out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32)
-    return out, lse, *(q.new_empty(2 * ctas, height, width, dtype=torch.float32) for width in (q.shape[-1], 2))
+    return out, lse, *(q.new_empty(places, height, width, dtype=torch.float32) for width in (q.shape[-1], 2))
 
 
 def attend_to_tensors(
@@ -407,8 +410,10 @@ def attend_to_tensors(
     """
     config = decode_tensors.choose(cache)
     library = build.load_with(config, decode_tensors.group(config), device.arch)
-    ctas = decode.ctas_of(config, device)
-    out, lse, *parts = _decoded(q, ctas, decode.part_height(config, q, cache.kv_heads, batch), out_dtype)
+    ctas, kv_heads = decode.ctas_of(config, device), cache.kv_heads
+    tiles, blocks = len(batch.lengths) * kv_heads * decode.row_tiles(q, kv_heads, batch), decode_tensors.most_blocks(cache, batch)
+    places = decode.places_of_parts(ctas, tiles, blocks, decode_tensors.part_log(batch))
+    out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
     tickets = q.new_zeros(batch.page_table.shape[0], cache.kv_heads, dtype=torch.int32)
     library.operators.decode_tensors.default(
         library.launchers[config], ctas, batch.most_queries(q), decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,

@@ -124,7 +124,8 @@ class PageShares:
             sequences = torch.arange(len(lengths), dtype=torch.int32, device=device) if sequences is None else sequences
             table, sequences = table.repeat_interleave(tokens, 0), sequences.repeat_interleave(tokens)
         to_append = PagedBatch(batch.page_table, own, counts, batch.sequences, batch.max_length)
-        return cls(batch, tokens, to_append, new_rows, PagedBatch(table, of_rows, (of_rows > 0).int(), sequences, batch.max_length))
+        rows = PagedBatch(table, of_rows, (of_rows > 0).int(), sequences, batch.max_length, batch_invariant=batch.batch_invariant)
+        return cls(batch, tokens, to_append, new_rows, rows)
 
 
 def context_parallel_paged_sdpa(

@@ -18,6 +18,7 @@ import triton.language as tl
 from .. import pages
 from ..device import Device
 from ..pages import LARGEST_LENGTH, PagedBatch, PagedCall, lse_shape, tokens_of
+from ..validate import BackendUnavailable
 from .forward import load_rows
 from .half_keys import load_mean, mean_scores
 from .launch import ceil_div, launch
@@ -50,6 +51,12 @@ TOGETHER: tl.constexpr = tl.constexpr(8)  # splits whose sums are loaded togethe
 
 SPLIT_PAGES = 4
 """Least number of pages for which another program is worth its partial sums."""
+
+FIXED_SPLITS = 8
+"""Programs that share a tile's keys where a row mustn't depend on others."""
+
+FIXED_SPLIT_TOKENS = 16
+"""The most queries of a row of which there are so many: partial results of more take too much memory."""
 
 
 @dataclass(frozen=True)
@@ -349,6 +356,22 @@ def splits_of(tiles: int, blocks: int, device: Device) -> int:
     return max(min(2 * device.sm_count // max(tiles, 1), ceil_div(blocks, SPLIT_PAGES)), 1)
 
 
+def fixed_splits(q: torch.Tensor) -> int:
+    """Programs that share the keys of each tile where a row mustn't depend on others: each has an equal part of the
+    row's own."""
+    return FIXED_SPLITS if tokens_of(q) <= FIXED_SPLIT_TOKENS else 1
+
+
+def check_invariant(batch: PagedBatch) -> None:
+    """Check that these kernels keep what a batch promises.
+
+    Raises:
+        BackendUnavailable: it is invariant and packed: tiles are as high as suits the average row.
+    """
+    if batch.batch_invariant and batch.cu_seqlens is not None:
+        raise BackendUnavailable("triton: batch_invariant is True with cu_seqlens; it must be False, or the CUDA kernels run, which need sm_90")
+
+
 @dataclass(frozen=True)
 class Tiling:
     """How the rows of a call become tiles.
@@ -392,7 +415,8 @@ def choose(call: PagedCall, traits: Traits, tiling: Tiling, device: Device) -> A
     stages = (2 if device.shared_memory < 160_000 else 3) - wide
     # hazard: on Hopper, eight warps give wrong answers where they share tiles of 64 rows (Triton 3.6)
     warps = 8 if traits.accumulated > 128 else 4
-    return Attention(traits, tiling.rows, splits_of(tiling.tiles, blocks, device), stages, warps)
+    splits = fixed_splits(call.q) if call.batch.batch_invariant else splits_of(tiling.tiles, blocks, device)
+    return Attention(traits, tiling.rows, splits, stages, warps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -457,6 +481,7 @@ def attend(
         out (B, Hq, S, Dv) in `out_dtype` and the LSE, float32 (B, Hq, S); of packed queries (T, Hq, Dv) and (Hq, T).
     """
     q, storage, batch = call.q, call.storage, call.batch
+    check_invariant(batch)
     sequences, kv_heads, _, value_dim = storage.v.shape
     if q.numel() == 0 or batch.lengths.shape[0] == 0:
         out, lse = pages.empty_answer(q, value_dim)

@@ -26,7 +26,9 @@ from .paged_attention import (
     INVERSE_OFFSET,
     Outputs,
     Tiling,
+    check_invariant,
     finite_or_zero,
+    fixed_splits,
     quantized_rows,
     splits_of,
     store_sums,
@@ -318,6 +320,7 @@ def attend(
         out (B, Hq, S, Dv) in `out_dtype` and the LSE, float32 (B, Hq, S); of packed queries (T, Hq, Dv) and (Hq, T).
     """
     kv_heads, value_dim, table = cache.kv_heads, cache.v.shape[3], batch.page_table
+    check_invariant(batch)
     if q.numel() == 0 or batch.lengths.shape[0] == 0:
         out, lse = empty_answer(q, value_dim)
         return out.to(out_dtype), lse
@@ -330,7 +333,9 @@ def attend(
     widest, capacity = max(traits.width, traits.value_width), capacity_of(cache, batch)
     tiling = Tiling.of(q, batch, kv_heads, widest)
     left, right = counted_window(how.window)
-    if splits is None:
+    if splits is None and batch.batch_invariant:
+        splits = fixed_splits(q)
+    elif splits is None:
         most = capacity if batch.max_length is None else min(capacity, batch.max_length)
         span = -1 if left < 0 or right < 0 else left + right
         blocks = visible_blocks(ceil_div(most, paged_tensors.KEY_BLOCK), span, tiling, paged_tensors.KEY_BLOCK)

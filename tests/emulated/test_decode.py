@@ -35,6 +35,7 @@ class Case:
     left: int = -1
     softcap: float = 0.0
     sinks: bool = False
+    part_pages: int = 0
 
     def call(self, q: torch.Tensor, storage: Storage, batch: PagedBatch) -> PagedCall:
         sinks = torch.linspace(-2, 3, self.kv_heads * self.group, device=q.device) if self.sinks else None
@@ -61,7 +62,7 @@ class Case:
         batch = PagedBatch(table.to(device), ints[0], ints[0], ints[1])
         pages.append(cache.storage, k, v, batch, self.recipe)
         q = torch.randn(rows, self.kv_heads * self.group, self.queries, self.dim, generator=g).to(device, self.dtype)
-        return q, cache.storage, dataclasses.replace(batch, counts=counts)
+        return q, cache.storage, dataclasses.replace(batch, counts=counts, batch_invariant=self.part_pages > 0)
 
 
 def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: Storage, batch: PagedBatch, device: Device):
@@ -70,6 +71,7 @@ def attend(library: build.Library | None, case: Case, q: torch.Tensor, storage: 
     with pytest.MonkeyPatch.context() as patch:
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
+        patch.setattr(decode, "PART_PAGES", case.part_pages or decode.PART_PAGES)
         return run.attend_to_pages(case.call(q, storage, batch), device, torch.float32)
 
 
@@ -121,6 +123,11 @@ CASES = {
     "sinks": (Case((300, 200, 5), queries=2, kv_heads=2, sinks=True), 5),
     "sinks, large scores": (Case((500,), scale=1e8, sinks=True), 2),
     "window, soft cap, sinks, 256 channels": (Case((700, 64), queries=2, left=300, softcap=3.0, sinks=True, dim=256, group=2), 3),
+    "fixed parts": (Case((128 * 9 + 5, 300, 0, 128 * 3), part_pages=2), 3),
+    "fixed parts, more than there may be": (Case((128 * 70, 5), part_pages=1), 7),
+    "fixed parts, equal lengths": (Case((128 * 5 + 70,) * 3, kv_heads=2, part_pages=2), 2),
+    "fixed parts, two row tiles, 256 channels": (Case((700, 300), queries=15, dim=256, part_pages=1), 2),
+    "fixed parts, window, sinks, int8": (Case((128 * 9, 300), queries=3, left=600, sinks=True, recipe=PRECISE, part_pages=2), 3),
     "window, sinks, half, more than 32 parts": (Case((128 * 40, 5), left=128 * 36, sinks=True, dtype=torch.float16), 20),
 }
 """By what is special, with the number of SMs that share the work."""
@@ -263,8 +270,8 @@ MUTANTS = {
     "another place in the ring": ("decode.cuh", "% (RECENT / HALF_BLOCK) * HALF_BLOCK", "% 2 * HALF_BLOCK"),
     "page of another head": ("decode.cuh", "number * p.kv_heads + tile.kv_head : -1", "number * p.kv_heads : -1"),
     "sums counted by all lanes": ("tile/paged_rows.h", "if (f.row != 0) for_queries", "if (false) for_queries"),
-    "a CTA's second place": ("tile/paged_schedule.h", "return 2 * cta + begins_here;", "return 2 * cta;"),
-    "a part left out": ("tile/paged_parts.h", "min(last + 1 - from, 32)", "min(last - from, 32)"),
+    "a CTA's second place": ("tile/paged_schedule.h", "2 * blockIdx.x + (begin == 0)", "2 * blockIdx.x"),
+    "a part left out": ("tile/paged_parts.h", "min(of_tile.count - from, 32)", "min(of_tile.count - 1 - from, 32)"),
     "the page before": ("decode.cuh", "? pages[first_page + mine] : -1", "? pages[max(first_page + mine - 1, 0)] : -1"),
     "unpermuted V": ("tile/paged_rows.h", "odd ? 0x3715 : 0x6240", "odd ? 0x3175 : 0x6420"),
     "P of the other query": ("tile/paged_rows.h", "QUERY_GROUP * group + f.column + odd, slot)", "QUERY_GROUP * group + f.column + 1 - odd, slot)"),
@@ -289,8 +296,8 @@ MUTANTS = {
         "// nobody reads the last tile's",
     ),
     "parts added by the first CTA": ("tile/paged_parts.h", "== count - 1;", "== 0;"),
-    "units that overlap": ("tile/paged_schedule.h", "uint32_t(number(cta)) * unit", "uint32_t(number(cta)) * (unit - 1)"),
-    "parts of another unit": ("tile/paged_schedule.h", "return number(cta) * ctas + (inside", "return (inside"),
+    "groups that overlap": ("tile/paged_schedule.h", "uint32_t(number(cta)) * group", "uint32_t(number(cta)) * (group - 1)"),
+    "parts of another group": ("tile/paged_schedule.h", "return number(cta) * ctas + (inside", "return (inside"),
     "tickets that stay": ("tile/paged_parts.h", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
     "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
     "keys released by one warp": ("decode.cuh", "mbarrier_init(&shared.k_empty[stage], DECODER_WARPS)", "mbarrier_init(&shared.k_empty[stage], 1)"),
@@ -342,7 +349,7 @@ SCORE_MUTANTS = {
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *SCORE_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *INT8_MUTANTS.values(), *SCORE_MUTANTS.values(), *INVARIANT_MUTANTS.values()])
 
 
 EQUAL_CASE = Case((300, 300), kv_heads=2, dim=128)
@@ -385,6 +392,70 @@ def test_mutant_is_seen(name: str) -> None:
     def check_all() -> None:
         for one, sms in checks:
             check(library, one, torch.device("cpu"), sms)
+
+    with pytest.raises(AssertionError):
+        check_all()
+
+
+INVARIANT = {
+    "lengths": Case((128 * 9 + 5, 300, 0, 128 * 6, 20), part_pages=2),
+    "equal lengths": Case((128 * 5 + 70,) * 3, kv_heads=2, part_pages=1),
+    "256 channels": Case((128 * 7, 700), queries=3, dim=256, part_pages=2),
+    "window, sinks, int8": Case((128 * 9, 300, 128 * 5), queries=3, left=500, sinks=True, recipe=PRECISE, part_pages=2),
+}
+
+
+def check_rows_alone(library: build.Library | None, case: Case, device: torch.device, sms: tuple[int, ...]) -> None:
+    """The bits of each row, whoever else is in the batch."""
+    q, storage, batch = case.cache(device)
+    for count in sms:
+        out, lse = attend(library, case, q, storage, batch, dataclasses.replace(H100, sm_count=count))
+        for row in range(len(case.lengths)):
+            one = slice(row, row + 1)
+            assert batch.sequences is not None
+            alone = dataclasses.replace(batch, page_table=batch.page_table[one], lengths=batch.lengths[one], sequences=batch.sequences[one])
+            found = attend(library, case, q[one], storage, alone, dataclasses.replace(H100, sm_count=sms[-1]))
+            for ours, theirs in zip(found, (out, lse), strict=True):
+                assert torch.equal(ours[0], theirs[row])
+
+
+@pytest.mark.parametrize("name", INVARIANT)
+def test_rows_do_not_depend_on_others(name: str, backend: str, device: torch.device) -> None:
+    case = INVARIANT[name]
+    emulated = backend == "emulated"
+    check_rows_alone(library_of(backend, case), case, torch.device("cpu") if emulated else device, (1, 4, 3) if emulated else (H100.sm_count,))
+
+
+INVARIANT_MUTANTS = {
+    "parts as there are CTAs": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> 2 * (p.ctas < 8), 1)"),
+    "longer parts in batches": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> (p.batches > 1), 1)"),
+    "one place for the parts of a CTA": ("tile/paged_schedule.h", "? before + unit : 2", "? 2 * blockIdx.x : 2"),
+    "parts that overlap": ("tile/paged_schedule.h", "fixed ? (unit + units) * size >> log", "fixed ? min(((unit + units) * size >> log) + 1, size)"),
+    "a part left out": ("tile/paged_parts.h", "count = fixed ? units :", "count = fixed ? max(units - 1, 1) :"),
+    "every other part": ("tile/paged_parts.h", "return fixed ? 1 : 2;", "return 2;"),
+}
+"""Of fixed parts."""
+
+
+@pytest.mark.anywhere
+@emulation.emulates
+def test_rows_of_other_parts_differ() -> None:
+    """Where parts aren't fixed, so that the test above can fail."""
+    case = dataclasses.replace(INVARIANT["lengths"], part_pages=0)
+    with pytest.raises(AssertionError):
+        check_rows_alone(library_of("emulated", case), case, torch.device("cpu"), (1, 4, 3))
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", INVARIANT_MUTANTS)
+def test_mutant_of_parts_is_seen(name: str) -> None:
+    case = INVARIANT["lengths"]
+    library = emulation.decoder(config_of(case), INVARIANT_MUTANTS[name])
+
+    def check_all() -> None:
+        check_rows_alone(library, case, torch.device("cpu"), (1, 4, 3))
+        check(library, case, torch.device("cpu"), 3)
 
     with pytest.raises(AssertionError):
         check_all()

@@ -45,7 +45,7 @@ def of_storage(index: int, wrong: torch.Tensor, attends: bool):
     tensors = CACHE.storage.tensors()
     tensors[index] = wrong
     if attends:
-        return lambda: library_ops.auto_paged_attention(X, None, None, tensors, *BATCH.tensors(), None, None, 64, 0.1, torch.float32)
+        return lambda: library_ops.auto_paged_attention(X, None, None, tensors, *BATCH.tensors(), None, None, False, 64, 0.1, torch.float32)
     return lambda: library_ops.auto_paged_append(X, X, tensors, *BATCH.tensors(), 64, True, True)
 
 
@@ -64,6 +64,7 @@ BATCHES = (
 LIMITS = (
     (dict(max_length=-1), ValueError, "max_length is -1"),
     (dict(max_count=1), ValueError, "max_count is 1; it must be None, or an int of at least 1 with cu_seqlens"),
+    (dict(batch_invariant=1), TypeError, "batch_invariant is a int; it must be a bool"),
     (dict(cu_seqlens=ints(0, 1, 2), max_count=0), ValueError, "max_count is 0 with cu_seqlens; it must be None, or an int of at least 1"),
 )
 """Of a batch, that attention needs."""

@@ -188,10 +188,11 @@ class DecodeParams(ctypes.Structure):
         ("lse_strides", ctypes.c_int * 2),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence", "tokens")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height")),
-        *((name, ctypes.c_int) for name in ("tiles_of_unit", "ctas_of_unit", "ctas_of_unit_inverse", "part")),
+        *((name, ctypes.c_int) for name in ("tiles_of_group", "ctas_of_group", "ctas_of_group_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         *((name, ctypes.c_bool) for name in ("half", "leaves_longer")),
+        ("part_log", ctypes.c_int),
         ("sinks", ctypes.c_void_p),
         *((name, ctypes.c_int) for name in ("left", "right")),
         ("softcap", ctypes.c_float),
@@ -632,8 +633,8 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)
     tiles = p.batches * p.kv_heads
-    p.tiles_of_unit, p.ctas_of_unit = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
-    p.ctas_of_unit_inverse = -(-(1 << 16) // p.ctas_of_unit)
+    p.tiles_of_group, p.ctas_of_group = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
+    p.ctas_of_group_inverse = -(-(1 << 16) // p.ctas_of_group)
     p.ctas, p.part_height, p.inverse_part = ctas, results[2].size(1), 1.0
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p
@@ -648,9 +649,9 @@ def decode_params(ctas: int, numbers, softmax_scale: float, softcap: float, toke
     dim = k.size(3)
     boxes = ((k, KEYS, min(dim, 128)), (v, dim, KEYS), (recent_k, KEYS // 2, 128), (recent_v, KEYS // 2, 128))
     maps = b"".join(matrix_map(*box) for box in boxes)
-    most, part, leaves_longer, left = numbers
+    most, part, leaves_longer, left, part_log = numbers
     p = _decode_params_of((ctas, most, softmax_scale, k.size(1)), q, maps, tensors, batch, results)
-    p.leaves_longer, p.left, p.softcap = leaves_longer, left, softcap
+    p.leaves_longer, p.left, p.part_log, p.softcap = leaves_longer, left, part_log, softcap
     p.every_page, p.every_sequence = k.size(0), recent_k.size(0)
     p.part, p.inverse_part = part, 1.0 / max(part, 1)
     return p
@@ -663,7 +664,7 @@ def decode_tensors_params(ctas: int, most: int, numbers, softmax_scale: float, s
     k, v = cache[:2]
     maps = b"".join(_slots_map(x, numbers[1]) for x in (k, v)) + bytes(2 * MAP)
     p = _decode_params_of((ctas, most, softmax_scale, k.size(2)), q, maps, tensors, batch, results)
-    p.page, p.copied_tokens, p.capacity, p.left, p.right, *strides = numbers
+    p.page, p.copied_tokens, p.capacity, p.left, p.right, p.part_log, *strides = numbers
     p.softcap = softcap
     p.k_scale_strides, p.v_scale_strides = (ctypes.c_int64 * 4)(*strides[:4]), (ctypes.c_int64 * 4)(*strides[4:])
     p.every_page, p.every_sequence = k.size(0), p.batches

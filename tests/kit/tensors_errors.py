@@ -109,7 +109,7 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (writing(backend="cuda"), ValueError, "backend is 'cuda'"),
     (
         functools.partial(
-            library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, None, None, 0.1, [-1, 0], 0.0, None, torch.float32
+            library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, None, None, False, 0.1, [-1, 0], 0.0, None, torch.float32
         ),
         ValueError,
         "cache.k_scale is None",

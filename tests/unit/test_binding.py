@@ -222,7 +222,8 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
     told = Told(recorder, "decode", "record_decode")
     told.library = build.Library(told.library.operators, dict.fromkeys(decode.INSTANCES, *{*told.library.launchers.values()}))
     edges = torch.tensor([0, 2, 3, 3], dtype=torch.int32)
-    for batch in (table.batch(), dataclasses.replace(table.batch(counts), sequences=counts), table.batch(cu_seqlens=edges, max_count=2)):
+    batches = table.batch(), dataclasses.replace(table.batch(counts), sequences=counts), table.batch(cu_seqlens=edges, max_count=2)
+    for batch in (*batches, table.batch(batch_invariant=True)):
         packed = batch.cu_seqlens is not None
         q = torch.zeros(5, 8, 2 * dim, dtype=dtype)[..., :dim] if packed else torch.zeros(3, 2, 8, dim, dtype=dtype).transpose(1, 2)
         assert decode.unsupported_call(q, cache.storage, batch, 0.1, H100) is None

@@ -83,7 +83,7 @@ def test_opcheck(device: torch.device, new: bool) -> None:
     checks = ("test_faketensor",)
     opcheck(library_ops.auto_paged_append, (x, x, cache.storage.tensors(), *batch, 64, True, True), test_utils=checks)
     keys = (x, x) if new else (None, None)
-    arguments = (x, *keys, cache.storage.tensors(), *batch, None, None, 64, 0.1, torch.float32)
+    arguments = (x, *keys, cache.storage.tensors(), *batch, None, None, False, 64, 0.1, torch.float32)
     opcheck(library_ops.auto_paged_attention, arguments, test_utils=CHECKS[1:])
 
 

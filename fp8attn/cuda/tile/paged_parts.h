@@ -62,22 +62,38 @@ __device__ inline void store_pair(const DecodeParams& p, int64_t index, float a,
   }
 }
 
+// The parts of a tile: how many, and where they are.
+struct TileParts {
+  int count, first;
+  bool fixed;
+
+  template <int HEIGHT, typename Blocks>
+  __device__ TileParts(const DecodeParams& p, const UnitShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(has_fixed_parts(p)) {
+    const int units = units_of(p, tile.blocks.size());
+    first = fixed ? tile.before : shares.cta_of(tile.before, blockIdx.x);
+    count = fixed ? units : shares.cta_of(tile.before + units - 1, blockIdx.x) - first + 1;
+  }
+
+  // All parts but the tile's first one have the first of their CTA's places.
+  __device__ int apart() const { return fixed ? 1 : 2; }
+  __device__ int place(int part) const { return fixed ? first + part : 2 * (first + part) + (part == 0); }
+};
+
 // Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
 // `shared` has the `shares` of all CTAs, and room for `is_last`. Called by all decoders. Not inlined: its loads would
 // take registers from the loop over pages.
 template <int DIM, typename Storage, int HEIGHT, typename Blocks>
 __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile) {
-  using Tiles = DecodeTiles<HEIGHT, Blocks>;
-  constexpr int TICKET_BITS = 10;  // of three row tiles at most; there are fewer CTAs
+  constexpr int TICKET_BITS = 10;  // of three row tiles at most; there are fewer CTAs, and fixed parts
   constexpr int WIDTH = DIM < 128 ? 2 : 4, LOADS = DIM / 32 / WIDTH;  // floats of a load, and a lane's loads of a part
   constexpr int PARTS = DIM > 128 ? 8 : 32, SOME = 8;                 // whose loads are in flight together; skipped together
   using Load = std::conditional_t<WIDTH == 2, float2, float4>;
-  const int lane = threadIdx.x % 32, start = shared.shares.begin(blockIdx.x) + tile.before;  // the tile's first block
-  const int first = shared.shares.cta_of(start, blockIdx.x), last = shared.shares.cta_of(start + tile.blocks.size() - 1, blockIdx.x);
+  const int lane = threadIdx.x % 32;
+  const TileParts of_tile(p, shared.shares, tile);
   ptx::warpgroup_sync(1);
   if (threadIdx.x == 0) {
     int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
-    const int shift = TICKET_BITS * tile.row_tile, count = last - first + 1;
+    const int shift = TICKET_BITS * tile.row_tile, count = of_tile.count;
     // releases the CTA's part, which its threads have stored before the barrier, and acquires the others'
     shared.is_last = (ptx::add_acq_rel(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
     if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
@@ -86,23 +102,22 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
   if (!shared.is_last) return;
 #pragma unroll 1
   for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODER_WARPS) {
-    const auto place = [&](int cta) { return Tiles::place(cta, cta == first) * p.part_height + mine; };
     float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
 #pragma unroll 1
-    for (int from = first; from <= last; from += 32) {  // each lane has the sums of one part
-      const int parts = min(last + 1 - from, 32);
-      const float2 of_part = lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * place(from + lane))) : float2{-INFINITE, 0.0f};
+    for (int from = 0; from < of_tile.count; from += 32) {  // each lane has the sums of one part
+      const int parts = min(of_tile.count - from, 32);
+      const float2 of_part =
+          lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * (of_tile.place(from + lane) * p.part_height + mine))) : float2{-INFINITE, 0.0f};
       float weight = 0.0f;
 #pragma unroll 1
       for (int chunk = 0; chunk < parts; chunk += PARTS) {
         Load loads[PARTS][LOADS] = {};
-        // all parts but the tile's first one have the first of their CTA's places
-        const int here = place(from + chunk), next = Tiles::place(from + chunk + 1, false) * p.part_height + mine;
+        const int here = of_tile.place(from + chunk) * p.part_height + mine, next = of_tile.place(from + chunk + 1) * p.part_height + mine;
         const float* part = p.parts + WIDTH * lane;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
           if (i % SOME == 0 && chunk + i >= parts) break;
-          const int at = i == 0 ? here : next + 2 * (i - 1) * p.part_height;
+          const int at = i == 0 ? here : next + of_tile.apart() * (i - 1) * p.part_height;
 #pragma unroll
           for (int j = 0; j < LOADS; ++j)
             if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j));

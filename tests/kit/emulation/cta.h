@@ -217,6 +217,7 @@ inline int __vimax3_s32(int a, int b, int c) { return max(max(a, b), c); }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
+inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
 
 inline void __threadfence() {}
 
