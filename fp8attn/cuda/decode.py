@@ -24,8 +24,8 @@ FEW_ROWS = 2 * GROUP
 """Rows of a key/value head with which other kernels are slower; half of them where these split keys."""
 
 PART_PAGES = 16
-"""Pages of a part of a row's keys at least, if parts are fixed: a power of two. With 8, steps of 4k tokens take 9 % more
-time."""
+"""Pages of a part of a row's keys at least, if parts are fixed: a power of two. With 8, steps of 4k tokens take 9 %
+more time."""
 
 MOST_FIXED_PARTS = 32
 """Fixed parts of a tile at most: a power of two. Longer rows have longer parts."""
