@@ -193,7 +193,8 @@ def flash_attn_with_kvcache(
             one. They need k. None: q and k were turned before.
         rotary_interleaved: as `interleaved` of fp8attn.rotary_embedding.
         cache_leftpad, alibi_slopes: must be None.
-        num_splits: must be 0: how many programs share keys follows from the call.
+        num_splits: 0, or 1 as callers give it who want the same bits in every batch: `batch_invariant` of
+            fp8attn.PagedBatch. Other numbers are refused: how many programs share keys follows from the call.
         return_softmax_lse: also return the LSE (B, Hq, Sq).
         k_descale, v_descale: FlashAttention-3's, what restores an e4m3 cache, as scales of fp8attn.PagedTensors; per
             row and head (B, Hkv) only without k. None: 1.
@@ -210,8 +211,8 @@ def flash_attn_with_kvcache(
         raise ValueError(f"{'rotary_cos' if rotary_cos is None else 'rotary_sin'} is None; rotary_cos and rotary_sin go together")
     if rotary_cos is not None and k is None:
         raise ValueError("rotary_cos is given and k is None; it must be the new tokens' keys")
-    if num_splits != 0:
-        raise ValueError(f"num_splits is {num_splits}; it must be 0: how many programs share keys follows from the call")
+    if num_splits not in (0, 1):
+        raise ValueError(f"num_splits is {num_splits}; it must be 0, or 1 for the same bits in every batch")
     if block_table is not None and cache_batch_idx is not None:
         raise ValueError("cache_batch_idx and block_table are given; one of them must be None")
     if (k is None) != (v is None):
@@ -238,7 +239,7 @@ def flash_attn_with_kvcache(
             turned = _Turned(PagedBatch(table, cache_seqlens), rotary_cos, rotary_sin, rotary_interleaved, append_backend(backend))
             query, key = turned(query, key, causal or tuple(window_size) != UNLIMITED)
         new, cache_seqlens = (key, v.transpose(1, 2)), cache_seqlens + k.shape[1]
-    batch = PagedBatch(table, cache_seqlens)
+    batch = PagedBatch(table, cache_seqlens, batch_invariant=num_splits == 1)
     if new is not None and new[0].shape[2] != q.shape[1]:
         write_to_pages(*new, cache, batch, backend=backend)
         new = None

@@ -11,7 +11,7 @@ import torch
 
 import fp8attn
 from fp8attn import Recipe, integrations
-from fp8attn.integrations import continuous_batching
+from fp8attn.integrations import continuous_batching, flash_attn
 from fp8attn.integrations.flash_attn import flash_attn_func, flash_attn_varlen_func, flash_attn_with_kvcache
 from fp8attn.integrations.short_packed import MIN_PACKED_KEYS, VarlenAttn
 from models import DECODERS, decoder
@@ -228,6 +228,15 @@ def test_an_int_is_the_length_of_all_and_none_the_whole_cache() -> None:
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])  # type: ignore[arg-type]
 
 
+def test_one_split_is_the_same_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, _, _ = cached(True)
+    q, asked = torch.randn(2, 1, 4, 32), list[bool]()
+    attend = flash_attn.paged_sdpa
+    monkeypatch.setattr(flash_attn, "paged_sdpa", lambda *x, **y: asked.append(x[2].batch_invariant) or attend(*x, **y))
+    usual, fixed = (flash_attn_with_kvcache(q, **arguments, cache_seqlens=30, num_splits=n) for n in (0, 1))
+    assert asked == [False, True] and torch.equal(usual, fixed)  # type: ignore[arg-type]
+
+
 def test_e4m3_caches_have_descales() -> None:
     arguments, k, v = cached(True)
     scales = [0.02 + 0.01 * torch.rand(2, 2) for _ in range(2)]
@@ -252,7 +261,7 @@ def test_e4m3_caches_have_descales() -> None:
         ({"rotary_cos": torch.ones(40, 16), "rotary_sin": torch.ones(40, 16)}, "rotary_cos is given and k is None"),
         ({"cache_leftpad": torch.ones(1)}, "cache_leftpad is given"),
         ({"alibi_slopes": torch.ones(4)}, "alibi_slopes is given"),
-        ({"num_splits": 3}, "num_splits is 3; it must be 0"),
+        ({"num_splits": 3}, "num_splits is 3; it must be 0, or 1 for the same bits in every batch"),
         ({"cache_batch_idx": torch.zeros(2, dtype=torch.int32)}, "cache_batch_idx and block_table are given"),
         ({"k": torch.zeros(2, 1, 2, 32)}, "v is None; k and v go together"),
         ({"k": torch.zeros(2, 1, 2, 32), "v": torch.zeros(2, 1, 2, 32)}, "cache_seqlens is None and k is given"),
