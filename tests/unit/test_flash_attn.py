@@ -230,7 +230,7 @@ def test_an_int_is_the_length_of_all_and_none_the_whole_cache() -> None:
 
 def test_one_split_is_the_same_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments, _, _ = cached(True)
-    q, asked = torch.randn(2, 1, 4, 32), list[bool]()
+    q, asked = torch.randn(2, 1, 4, 32).half(), list[bool]()
     attend = flash_attn.paged_sdpa
     monkeypatch.setattr(flash_attn, "paged_sdpa", lambda *x, **y: asked.append(x[2].batch_invariant) or attend(*x, **y))
     usual, fixed = (flash_attn_with_kvcache(q, **arguments, cache_seqlens=30, num_splits=n) for n in (0, 1))
