@@ -30,9 +30,6 @@ more time."""
 MOST_FIXED_PARTS = 32
 """Fixed parts of a tile at most: a power of two. Longer rows have longer parts."""
 
-MOST_BLOCKS_BEHIND = 8
-"""Blocks of a tile beside the pages of the page table, at most."""
-
 FEW_QUERIES = 3
 """Queries of a row of the batch with which other kernels are slower, however many heads share keys."""
 
@@ -129,6 +126,16 @@ def row_tiles(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
     return -(-rows_of_head(q, kv_heads, batch) // TILE_ROWS)
 
 
+def tiles_of(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
+    """Tiles of all rows of the batch and heads."""
+    return batch.page_table.shape[0] * kv_heads * row_tiles(q, kv_heads, batch)
+
+
+def most_blocks(batch: PagedBatch) -> int:
+    """The most blocks of a tile."""
+    return batch.page_table.shape[1] + 8
+
+
 def choose(storage: Storage, how: Scoring) -> DecodeConfig:
     """The instance for a cache that the kernel supports."""
     any_scores = how.window != CAUSAL_WINDOW or how.softcap > 0 or how.sinks is not None
@@ -155,7 +162,7 @@ def places_of_parts(ctas: int, tiles: int, blocks: int, log: int) -> int:
     """How many parts of tiles there may be.
 
     Args:
-        tiles: of all rows of the batch and heads.
+        tiles: `tiles_of`.
         blocks: of a tile at most.
         log: `part_log`.
     """
@@ -219,7 +226,7 @@ def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softm
     if rows > storage.k.shape[0]:
         return f"the batch has {rows} rows; it takes as many as the cache has sequences, {storage.k.shape[0]}"
     sizes = (storage.pages.k.shape[0] * kv_heads * max(PAGE, q.shape[-1]), storage.k.shape[0] * kv_heads * storage.k.shape[2])
-    blocks = rows * kv_heads * row_tiles(q, kv_heads, batch) * (batch.page_table.shape[1] + MOST_BLOCKS_BEHIND)
+    blocks = tiles_of(q, kv_heads, batch) * most_blocks(batch)
     if max(*sizes, blocks, q.numel()) >= 1 << 31:
         return f"the cache has {sizes[0]} rows of keys, and the call {blocks} blocks; it takes fewer than 2^31"
     return None

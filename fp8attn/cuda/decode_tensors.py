@@ -13,7 +13,7 @@ from ..pages import PAGE, PagedBatch
 from ..reference import Scoring
 from . import decode
 from .configs import round_up
-from .decode import E4M3_INSTANCES, WARP, DecodeShape, row_tiles, unsupported_queries, unsupported_rows
+from .decode import E4M3_INSTANCES, WARP, DecodeShape, unsupported_queries, unsupported_rows
 
 LEAST_COPY = 8
 """Tokens of the smallest page: fewer rows have another swizzle."""
@@ -121,7 +121,7 @@ def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
             return reason
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             return f"{name} has strides {x.stride()}; it takes slots that are apart"
-    blocks = batch.page_table.shape[0] * cache.kv_heads * row_tiles(q, cache.kv_heads, batch) * most_blocks(cache, batch)
+    blocks = decode.tiles_of(q, cache.kv_heads, batch) * most_blocks(cache, batch)
     if max(blocks, q.numel(), cache.k.shape[0]) >= 1 << 31:
         return f"the call has {blocks} blocks of keys; it takes fewer than 2^31"
     return None

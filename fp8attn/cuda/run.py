@@ -379,8 +379,7 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
     ctas = decode.ctas_of(config, device)
     kv_heads, part_log = storage.k.shape[1], decode.part_log(batch)
     numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None, counted_window(call.window)[0], part_log]
-    tiles, blocks = len(batch.lengths) * kv_heads * decode.row_tiles(q, kv_heads, batch), batch.page_table.shape[1] + decode.MOST_BLOCKS_BEHIND
-    places = decode.places_of_parts(ctas, tiles, blocks, part_log)
+    places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch), decode.most_blocks(batch), part_log)
     out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
     library.operators.decode.default(
         library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [q, call.sinks], storage.tensors(), list(batch.tensors()),
@@ -411,8 +410,8 @@ def attend_to_tensors(
     config = decode_tensors.choose(cache)
     library = build.load_with(config, decode_tensors.group(config), device.arch)
     ctas, kv_heads = decode.ctas_of(config, device), cache.kv_heads
-    tiles, blocks = len(batch.lengths) * kv_heads * decode.row_tiles(q, kv_heads, batch), decode_tensors.most_blocks(cache, batch)
-    places = decode.places_of_parts(ctas, tiles, blocks, decode_tensors.part_log(batch))
+    blocks, log = decode_tensors.most_blocks(cache, batch), decode_tensors.part_log(batch)
+    places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch), blocks, log)
     out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
     tickets = q.new_zeros(batch.page_table.shape[0], cache.kv_heads, dtype=torch.int32)
     library.operators.decode_tensors.default(
