@@ -21,7 +21,7 @@ from bench import adapters, cases, compare, ladder, launched, peers, plot, profi
 from bench.errors import Bad, Errors
 from bench.gates import Gates, all_green, judge
 from fp8attn import Recipe, eager
-from fp8attn.cuda import configs, portable
+from fp8attn.cuda import configs, early, portable
 from fp8attn.cuda import quantize as cuda_quantize
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
@@ -93,7 +93,7 @@ def test_a_red_gate_reports_no_speed(broken: str, device: torch.device, monkeypa
         out, *rest = original(*args, **kwargs)
         return {"shifted": out + 0.1, "scaled": out * 0.8, "NaN": out.masked_fill(out > 0.3, math.nan)}[broken], *rest
 
-    for module, name in ((run, "forward"), (cuda_run, "forward"), (cuda_run, "forward_from_fp16")):
+    for module, name in ((run, "forward"), (cuda_run, "forward"), (cuda_run, "forward_from_fp16"), (early, "quantize_and_attend")):
         monkeypatch.setattr(module, name, functools.partial(wrong, getattr(module, name)))
     monkeypatch.setattr(eager, "repeat", lambda *args: None)  # what the binding remembers goes by none of them
     assert not any(verdict.green for verdict in judge(case, Gates.load(), device))

@@ -429,15 +429,15 @@ def test_rows_do_not_depend_on_others(name: str, backend: str, device: torch.dev
 INVARIANT_MUTANTS = {
     "parts as there are CTAs": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> 2 * (p.ctas < 8), 1)"),
     "longer parts in batches": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> (p.batches > 1), 1)"),
-    "one place for the parts of a CTA": ("tile/paged_schedule.h", "? (before + begin) >> p.part_log : 2", "? before >> p.part_log : 2"),
+    "one place for the parts of a CTA": ("tile/paged_schedule.h", "return first_place(p) + FixedParts", "return first_place(p) + 0 * FixedParts"),
     "parts that overlap": (
         "tile/paged_schedule.h",
         "upto = end = parts.begin(part + 1)",
         "upto = parts.begin(part + 1), end = min(upto + 1, blocks.size())",
     ),
     "parts of two CTAs": ("tile/paged_schedule.h", "(block << log) + blocks - 1", "block << log"),
-    "a part left out": ("tile/paged_parts.h", "? fixed.count() :", "? max(fixed.count() - 1, 1) :"),
-    "parts at other places": ("tile/paged_parts.h", "(tile.before + fixed.begin(part)) >> p.part_log", "(tile.before >> p.part_log) + part"),
+    "a part left out": ("tile/paged_parts.h", "tile.blocks.size()).count() :", "tile.blocks.size()).count() - 1 :"),
+    "every other part": ("tile/paged_parts.h", "return fixed ? 1 : 2;", "return 2;"),
 }
 """Of fixed parts."""
 

@@ -65,19 +65,18 @@ __device__ inline void store_pair(const DecodeParams& p, int64_t index, float a,
 // The parts of a tile: how many, and where they are.
 struct TileParts {
   int count, first;
-  FixedParts fixed;
+  bool fixed;
 
   template <int HEIGHT, typename Blocks>
-  __device__ TileParts(const DecodeParams& p, const BlockShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(p, tile.blocks.size()) {
-    first = shares.cta_of(tile.before, blockIdx.x);
-    count = has_fixed_parts(p) ? fixed.count() : shares.cta_of(tile.before + tile.blocks.size() - 1, blockIdx.x) - first + 1;
+  __device__ TileParts(const DecodeParams& p, const BlockShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(has_fixed_parts(p)) {
+    first = fixed ? tile.first_place(p) : shares.cta_of(tile.before, blockIdx.x);
+    count = fixed ? FixedParts(p, tile.blocks.size()).count() : shares.cta_of(tile.before + tile.blocks.size() - 1, blockIdx.x) - first + 1;
   }
 
-  // All parts but the tile's first one have the first of their CTA's places.
-  template <typename Tile>
-  __device__ int place(const DecodeParams& p, const Tile& tile, int part) const {
-    return has_fixed_parts(p) ? (tile.before + fixed.begin(part)) >> p.part_log : 2 * (first + part) + (part == 0);
-  }
+  // All parts but the tile's first one have the first of their CTA's places. Places are apart by one number: the loads
+  // of many parts are in flight together.
+  __device__ int apart() const { return fixed ? 1 : 2; }
+  __device__ int place(int part) const { return fixed ? first + part : 2 * (first + part) + (part == 0); }
 };
 
 // Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
@@ -108,16 +107,17 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
     for (int from = 0; from < of_tile.count; from += 32) {  // each lane has the sums of one part
       const int parts = min(of_tile.count - from, 32);
       const float2 of_part =
-          lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * (of_tile.place(p, tile, from + lane) * p.part_height + mine))) : float2{-INFINITE, 0.0f};
+          lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * (of_tile.place(from + lane) * p.part_height + mine))) : float2{-INFINITE, 0.0f};
       float weight = 0.0f;
 #pragma unroll 1
       for (int chunk = 0; chunk < parts; chunk += PARTS) {
         Load loads[PARTS][LOADS] = {};
+        const int here = of_tile.place(from + chunk) * p.part_height + mine, next = of_tile.place(from + chunk + 1) * p.part_height + mine;
         const float* part = p.parts + WIDTH * lane;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
           if (i % SOME == 0 && chunk + i >= parts) break;
-          const int at = of_tile.place(p, tile, from + chunk + i) * p.part_height + mine;
+          const int at = i == 0 ? here : next + of_tile.apart() * (i - 1) * p.part_height;
 #pragma unroll
           for (int j = 0; j < LOADS; ++j)
             if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j));

@@ -279,7 +279,13 @@ struct DecodeTiles {
 
   // Where the CTA's partial results of the tile go: a fixed part has a place of its own, a CTA otherwise two, the
   // second of which is for a tile that begins there.
-  __device__ int place(const DecodeParams& p) const { return has_fixed_parts(p) ? (before + begin) >> p.part_log : 2 * blockIdx.x + (begin == 0); }
+  __device__ int place(const DecodeParams& p) const {
+    if (!has_fixed_parts(p)) return 2 * blockIdx.x + (begin == 0);
+    return first_place(p) + FixedParts(p, blocks.size()).first_from(begin);
+  }
+
+  // Of the tile's fixed parts. A tile of several has at least as many blocks as they have places.
+  __device__ int first_place(const DecodeParams& p) const { return before >> p.part_log; }
 
  private:
   int at_ = 0, left_ = 0;  // the CTA's next block in the tile, and how many blocks it has from there on
