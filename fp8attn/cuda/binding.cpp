@@ -490,8 +490,8 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
   p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
   p.ctas = ctas, p.part_height = results[2].size(1);
   const int tiles = p.batches * p.kv_heads;
-  p.tiles_of_unit = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_unit = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
-  p.ctas_of_unit_inverse = ((1 << 16) + p.ctas_of_unit - 1) / p.ctas_of_unit;
+  p.tiles_of_group = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_group = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);
+  p.ctas_of_group_inverse = ((1 << 16) + p.ctas_of_group - 1) / p.ctas_of_group;
   p.part = part, p.inverse_part = 1.0 / std::max<int64_t>(part, 1);
   p.score_scale = softmax_scale * 1.4426950408889634;
   p.out_type = out_type(results[0].scalar_type());

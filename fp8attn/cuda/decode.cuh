@@ -48,7 +48,7 @@ struct alignas(1024) DecodeStorage {
   int position[C.rows];
   PageScales scales[C.stages];
   TilesOf<C> tiles[2];  // the warps' tile, and the next one, by turns
-  BlockShares shares;
+  UnitShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
   int started;   // whether the grids before have completed
   uint64_t k_full[C.stages], k_empty[C.stages], v_full[C.stages], v_empty[C.stages];
@@ -183,7 +183,7 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
 // The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
 // GROUPS: of the queries of a product, the least power of two that holds the call's rows.
 template <DecodeConfig C, typename T, int GROUPS = 1>
-__device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tiles, BlockShares shares_of_ctas) {
+__device__ __forceinline__ void attend_to_blocks(const DecodeParams& p, DecodeStorage<C>& shared, TilesOf<C> tiles, UnitShares shares_of_ctas) {
   if constexpr (QUERY_GROUP * GROUPS < C.rows) {
     if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
   }

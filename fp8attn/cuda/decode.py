@@ -164,9 +164,9 @@ def places_of_parts(ctas: int, tiles: int, blocks: int, log: int) -> int:
     Args:
         tiles: `tiles_of`.
         blocks: of a tile at most.
-        log: `part_log`. A part's place is that of its first block, among all blocks, over 2^log.
+        log: `part_log`.
     """
-    return 2 * ctas if log < 0 else (tiles * blocks >> log) + 1
+    return 2 * ctas if log < 0 else tiles * min(max(blocks >> log, 1), MOST_FIXED_PARTS)
 
 
 def few_queries(q: torch.Tensor, kv_heads: int, batch_invariant: bool) -> int:

@@ -36,7 +36,7 @@ struct alignas(1024) DecodeTensorsStorage {
   float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens, if each has its own
   int missing[C.stages];     // bit i: copy i of the block has no page
   TokenTilesOf<C> tiles[2];  // the warps' tile, and the next one, by turns
-  BlockShares shares;
+  UnitShares shares;
   bool is_last;  // whether the CTA is the last one to store its part of the tile
   uint64_t full[C.stages], empty[C.stages];
 };
@@ -154,7 +154,7 @@ __device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>&
 // The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
 // GROUPS: of the queries of a product, the least power of two that holds the call's rows.
 template <DecodeTensorsConfig C, typename T, int GROUPS = 1>
-__device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>& shared, TokenTilesOf<C> tiles, BlockShares shares_of_ctas) {
+__device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>& shared, TokenTilesOf<C> tiles, UnitShares shares_of_ctas) {
   if constexpr (QUERY_GROUP * GROUPS < C.rows) {
     if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_token_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
   }

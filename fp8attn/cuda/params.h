@@ -238,7 +238,7 @@ struct DecodeParams {
   int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
   int ctas, part_height;  // of the grid; rows of a tile in parts
   // If all rows of the batch have as many blocks: how many tiles as many CTAs have. One of the two is 1.
-  int tiles_of_unit, ctas_of_unit, ctas_of_unit_inverse;  // the latter: 2^16 over that, rounded up
+  int tiles_of_group, ctas_of_group, ctas_of_group_inverse;  // the latter: 2^16 over that, rounded up
   int part;               // channels that are rotated together; 0: none
   float inverse_part, score_scale;  // the latter: softmax scale times log2 e
   OutType out_type;

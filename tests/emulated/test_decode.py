@@ -296,8 +296,8 @@ MUTANTS = {
         "// nobody reads the last tile's",
     ),
     "parts added by the first CTA": ("tile/paged_parts.h", "== count - 1;", "== 0;"),
-    "units that overlap": ("tile/paged_schedule.h", "uint32_t(number(cta)) * unit", "uint32_t(number(cta)) * (unit - 1)"),
-    "parts of another unit": ("tile/paged_schedule.h", "return number(cta) * ctas + (inside", "return (inside"),
+    "groups that overlap": ("tile/paged_schedule.h", "uint32_t(number(cta)) * group", "uint32_t(number(cta)) * (group - 1)"),
+    "parts of another group": ("tile/paged_schedule.h", "return number(cta) * ctas + (inside", "return (inside"),
     "tickets that stay": ("tile/paged_parts.h", "if (shared.is_last) atomicAdd", "if (false) atomicAdd"),
     "scales that may come later": ("decode.cuh", "ptx::cp_async_arrive(k_full);", "ptx::mbarrier_arrive(k_full);"),
     "keys released by one warp": ("decode.cuh", "mbarrier_init(&shared.k_empty[stage], DECODER_WARPS)", "mbarrier_init(&shared.k_empty[stage], 1)"),
@@ -429,14 +429,9 @@ def test_rows_do_not_depend_on_others(name: str, backend: str, device: torch.dev
 INVARIANT_MUTANTS = {
     "parts as there are CTAs": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> 2 * (p.ctas < 8), 1)"),
     "longer parts in batches": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> (p.batches > 1), 1)"),
-    "one place for the parts of a CTA": ("tile/paged_schedule.h", "return first_place(p) + FixedParts", "return first_place(p) + 0 * FixedParts"),
-    "parts that overlap": (
-        "tile/paged_schedule.h",
-        "upto = end = parts.begin(part + 1)",
-        "upto = parts.begin(part + 1), end = min(upto + 1, blocks.size())",
-    ),
-    "parts of two CTAs": ("tile/paged_schedule.h", "(block << log) + blocks - 1", "block << log"),
-    "a part left out": ("tile/paged_parts.h", "tile.blocks.size()).count() :", "tile.blocks.size()).count() - 1 :"),
+    "one place for the parts of a CTA": ("tile/paged_schedule.h", "? before + unit : 2", "? 2 * blockIdx.x : 2"),
+    "parts that overlap": ("tile/paged_schedule.h", "fixed ? (unit + units) * size >> log", "fixed ? min(((unit + units) * size >> log) + 1, size)"),
+    "a part left out": ("tile/paged_parts.h", "count = fixed ? units :", "count = fixed ? max(units - 1, 1) :"),
     "every other part": ("tile/paged_parts.h", "return fixed ? 1 : 2;", "return 2;"),
 }
 """Of fixed parts."""

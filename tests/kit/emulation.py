@@ -188,7 +188,7 @@ class DecodeParams(ctypes.Structure):
         ("lse_strides", ctypes.c_int * 2),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence", "tokens")),
         *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height")),
-        *((name, ctypes.c_int) for name in ("tiles_of_unit", "ctas_of_unit", "ctas_of_unit_inverse", "part")),
+        *((name, ctypes.c_int) for name in ("tiles_of_group", "ctas_of_group", "ctas_of_group_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
         *((name, ctypes.c_bool) for name in ("half", "leaves_longer")),
@@ -633,8 +633,8 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
     p.group = p.q_heads // p.kv_heads
     p.group_inverse = -(-(1 << 16) // p.group)
     tiles = p.batches * p.kv_heads
-    p.tiles_of_unit, p.ctas_of_unit = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
-    p.ctas_of_unit_inverse = -(-(1 << 16) // p.ctas_of_unit)
+    p.tiles_of_group, p.ctas_of_group = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
+    p.ctas_of_group_inverse = -(-(1 << 16) // p.ctas_of_group)
     p.ctas, p.part_height, p.inverse_part = ctas, results[2].size(1), 1.0
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p

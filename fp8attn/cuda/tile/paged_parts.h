@@ -68,13 +68,13 @@ struct TileParts {
   bool fixed;
 
   template <int HEIGHT, typename Blocks>
-  __device__ TileParts(const DecodeParams& p, const BlockShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(has_fixed_parts(p)) {
-    first = fixed ? tile.first_place(p) : shares.cta_of(tile.before, blockIdx.x);
-    count = fixed ? FixedParts(p, tile.blocks.size()).count() : shares.cta_of(tile.before + tile.blocks.size() - 1, blockIdx.x) - first + 1;
+  __device__ TileParts(const DecodeParams& p, const UnitShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(has_fixed_parts(p)) {
+    const int units = units_of(p, tile.blocks.size());
+    first = fixed ? tile.before : shares.cta_of(tile.before, blockIdx.x);
+    count = fixed ? units : shares.cta_of(tile.before + units - 1, blockIdx.x) - first + 1;
   }
 
-  // All parts but the tile's first one have the first of their CTA's places. Places are apart by one number: the loads
-  // of many parts are in flight together.
+  // All parts but the tile's first one have the first of their CTA's places.
   __device__ int apart() const { return fixed ? 1 : 2; }
   __device__ int place(int part) const { return fixed ? first + part : 2 * (first + part) + (part == 0); }
 };

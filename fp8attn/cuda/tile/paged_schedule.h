@@ -92,18 +92,15 @@ struct WindowBlocks : TileBlocks {
   }
 };
 
-// Whether parts of tiles are fixed. How a tile is split follows from its number of blocks alone then: into 2^k parts of
-// equal size, each of at least 2^part_log blocks if there are two.
+// Whether parts of tiles are fixed. How a tile is split follows from its number of blocks alone then, into 2^k parts of
+// equal size.
 __device__ inline bool has_fixed_parts(const DecodeParams& p) { return p.part_log >= 0; }
-struct FixedParts {
-  int blocks, log;
+__device__ inline int log2_of_parts(const DecodeParams& p, int blocks) { return 31 - __clz(min(max(blocks >> p.part_log, 1), MOST_FIXED_PARTS)); }
 
-  __device__ FixedParts(const DecodeParams& p, int its_blocks) : blocks(its_blocks) { log = 31 - __clz(min(max(blocks >> p.part_log, 1), MOST_FIXED_PARTS)); }
-
-  __device__ int count() const { return 1 << log; }
-  __device__ int begin(int part) const { return part * blocks >> log; }
-  __device__ int first_from(int block) const { return ((block << log) + blocks - 1) / blocks; }  // that begins there or later
-};
+// CTAs share units: blocks, or fixed parts.
+__device__ inline int units_of(const DecodeParams& p, int blocks) {
+  return has_fixed_parts(p) ? int(blocks > 0) << log2_of_parts(p, blocks) : blocks;
+}
 
 // The number of a tile's first page.
 __device__ inline int first_page_of(const TileBlocks&) { return 0; }
@@ -120,94 +117,94 @@ __device__ inline int inclusive_sum(int x) {
   return x;
 }
 
-// Blocks of one key/value head of a row of the batch. Blocks: TileBlocks, or what is like it.
+// Units of one key/value head of a row of the batch. Blocks: TileBlocks, or what is like it.
 template <int HEIGHT, typename Blocks>
-__device__ int blocks_of_head(const DecodeParams& p, const BatchRow& row) {
+__device__ int units_of_head(const DecodeParams& p, const BatchRow& row) {
   int sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += Blocks(p, row, i * HEIGHT, HEIGHT).size();
+  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += units_of(p, Blocks(p, row, i * HEIGHT, HEIGHT).size());
   return sum;
 }
 
-// How CTAs share blocks. Blocks form units of equal size, one after another. A unit has as many CTAs as any other. Each
-// of these has `share` of its blocks, and the first `longer` ones have one more.
-struct BlockShares {
-  int total, unit, ctas, ctas_inverse, share, longer;
+// How CTAs share units. Units form groups of equal size, one after another. A group has as many CTAs as any other. Each
+// of these has `share` of its units, and the first `longer` ones have one more.
+struct UnitShares {
+  int total, group, ctas, ctas_inverse, share, longer;
 
-  // All blocks are one unit.
-  __device__ static BlockShares equal(const DecodeParams& p, int total) { return {total, total, p.ctas, 0, total / p.ctas, total % p.ctas}; }
+  // All units are one group.
+  __device__ static UnitShares equal(const DecodeParams& p, int total) { return {total, total, p.ctas, 0, total / p.ctas, total % p.ctas}; }
 
-  // For tiles of equal size: units are whole tiles. No CTA has a part of a tile and anything else: between tiles it
+  // For tiles of equal size: groups are whole tiles. No CTA has a part of a tile and anything else: between tiles it
   // brings nothing from memory for some time.
-  __device__ static BlockShares of_tiles(const DecodeParams& p, int total, int size) {
-    const int unit = p.tiles_of_unit * size;
-    return {total, unit, p.ctas_of_unit, p.ctas_of_unit_inverse, unit / p.ctas_of_unit, unit % p.ctas_of_unit};
+  __device__ static UnitShares of_tiles(const DecodeParams& p, int total, int size) {
+    const int group = p.tiles_of_group * size;
+    return {total, group, p.ctas_of_group, p.ctas_of_group_inverse, group / p.ctas_of_group, group % p.ctas_of_group};
   }
 
   __device__ int longest() const { return share + (longer > 0); }
 
-  // The unit of a CTA.
+  // The group of a CTA.
   __device__ int number(int cta) const { return cta * ctas_inverse >> 16; }
 
-  // The first block of a CTA, and how many it has.
+  // The first unit of a CTA, and how many it has.
   __device__ int begin(int cta) const {
     const int inside = cta - number(cta) * ctas;
-    return min(uint32_t(number(cta)) * unit + inside * share + min(inside, longer), uint32_t(total));
+    return min(uint32_t(number(cta)) * group + inside * share + min(inside, longer), uint32_t(total));
   }
   __device__ int size(int cta) const { return min(share + (cta - number(cta) * ctas < longer), total - begin(cta)); }
 
-  // The CTA that has a block, which is one of the unit of `cta`.
-  __device__ int cta_of(int block, int cta) const {
-    const int of_longer = longer * (share + 1), inside = block - number(cta) * unit;
+  // The CTA that has a unit, which is one of the group of `cta`.
+  __device__ int cta_of(int unit, int cta) const {
+    const int of_longer = longer * (share + 1), inside = unit - number(cta) * group;
     return number(cta) * ctas + (inside < of_longer ? inside / (share + 1) : longer + (inside - of_longer) / share);
   }
 };
 
-// The blocks of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps. The batch's
+// The units of all tiles, one after another: of all batches, heads and row tiles. Called by whole warps. The batch's
 // numbers may change meanwhile if the grids before have not completed.
 template <int HEIGHT, typename Blocks = TileBlocks>
 struct DecodeSchedule {
   const DecodeParams& p;
-  BatchRow row;  // the lane's first one, and its blocks
+  BatchRow row;  // the lane's first one, and its units
   int first;
-  BlockShares shares;
+  UnitShares shares;
 
-  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(blocks_of(row, threadIdx.x % 32)) {
+  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(units_of(row, threadIdx.x % 32)) {
     const int of_batch = __shfl_sync(~0u, first, 0);
     int total = first;
     bool differs = row_tiles<HEIGHT>(p) > 1 || (threadIdx.x % 32 < p.batches && first != of_batch);
 #pragma unroll 1
     for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) {
-      const int blocks = blocks_of(row_of(batch), batch);
-      total += blocks, differs |= blocks != of_batch;
+      const int units = units_of(row_of(batch), batch);
+      total += units, differs |= units != of_batch;
     }
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
-    shares = BlockShares::equal(p, total);
+    shares = UnitShares::equal(p, total);
     if (__any_sync(~0u, differs)) return;
-    const BlockShares of_tiles = BlockShares::of_tiles(p, total, __shfl_sync(~0u, blocks_of_head<HEIGHT, Blocks>(p, row), 0));
+    const UnitShares of_tiles = UnitShares::of_tiles(p, total, __shfl_sync(~0u, units_of_head<HEIGHT, Blocks>(p, row), 0));
     // the longest shares decide when the call ends
     if (8 * of_tiles.longest() <= 9 * shares.longest()) shares = of_tiles;
   }
 
-  // Moves `block` to the batch that has it, which is returned: then it counts from the first block of that batch. Sets
+  // Moves `unit` to the batch that has it, which is returned: then it counts from the first unit of that batch. Sets
   // the batch's row. p.batches if there is none.
-  __device__ int find_batch(int& block, BatchRow& its_row) const {
+  __device__ int find_batch(int& unit, BatchRow& its_row) const {
     const int lane = threadIdx.x % 32;
     BatchRow of_lane = row;
 #pragma unroll 1
     for (int start = 0; start < p.batches; start += 32) {
       if (start > 0) of_lane = row_of(start + lane);
-      const int mine = start > 0 ? blocks_of(of_lane, start + lane) : first, upto = inclusive_sum(mine);
-      const uint32_t beyond = __ballot_sync(~0u, upto > block);
+      const int mine = start > 0 ? units_of(of_lane, start + lane) : first, upto = inclusive_sum(mine);
+      const uint32_t beyond = __ballot_sync(~0u, upto > unit);
       if (beyond != 0) {
         const int found = __ffs(beyond) - 1;
-        block -= __shfl_sync(~0u, upto - mine, found);
+        unit -= __shfl_sync(~0u, upto - mine, found);
         const auto of_found = [&](int x) { return __shfl_sync(~0u, x, found); };
         its_row.sequence = of_found(of_lane.sequence), its_row.end = of_found(of_lane.end), its_row.count = of_found(of_lane.count);
         its_row.begin = of_found(of_lane.begin), its_row.exists = of_found(of_lane.exists);
         return start + found;
       }
-      block -= __shfl_sync(~0u, upto, 31);
+      unit -= __shfl_sync(~0u, upto, 31);
     }
     return p.batches;
   }
@@ -216,57 +213,52 @@ struct DecodeSchedule {
   __device__ BatchRow row_of(int batch) const { return BatchRow(p, min(batch, p.batches - 1)); }
 
   // 0 behind the last one.
-  __device__ int blocks_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * blocks_of_head<HEIGHT, Blocks>(p, its_row) : 0; }
+  __device__ int units_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * units_of_head<HEIGHT, Blocks>(p, its_row) : 0; }
 };
 
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1. If parts are fixed, a
-// tile comes once for each of its parts that begins among the CTA's blocks.
+// tile comes once for each of its parts that the CTA has.
 template <int HEIGHT, typename Blocks = TileBlocks>
 struct DecodeTiles {
   using Schedule = DecodeSchedule<HEIGHT, Blocks>;
 
   int batch = 0, kv_head = 0, row_tile = -1, begin = 0, end = 0;
-  int before = 0;  // blocks before the tile, of all CTAs
+  int before = 0;  // units before the tile
+  int unit = 0;    // the first one that the CTA has, among the tile's
   BatchRow row;
   Blocks blocks;
 
   DecodeTiles() = default;
 
   // Called by whole warps.
-  __device__ DecodeTiles(const Schedule& schedule, int cta) : before(schedule.shares.begin(cta)), at_(before), left_(schedule.shares.size(cta)) {
+  __device__ DecodeTiles(const Schedule& schedule, int cta) : before(schedule.shares.begin(cta)), unit(before), left_(schedule.shares.size(cta)) {
     if (left_ == 0) return;
-    batch = schedule.find_batch(at_, row);
+    batch = schedule.find_batch(unit, row);
     if (batch == schedule.p.batches) {
       left_ = 0;
       return;
     }
-    const int of_head = blocks_of_head<HEIGHT, Blocks>(schedule.p, row);
-    kv_head = at_ / of_head;
-    at_ %= of_head;
-    before -= at_;
+    const int of_head = units_of_head<HEIGHT, Blocks>(schedule.p, row);
+    kv_head = unit / of_head;
+    unit %= of_head;
+    before -= unit;
   }
 
   // Goes to the next tile, or its next part. Without one, begin is end.
   __device__ void next(const DecodeParams& p) {
+    const bool fixed = has_fixed_parts(p);
+    unit += fixed ? exists() : end - begin;
     begin = end = 0;
-    while (left_ > 0) {
-      for (int size = row_tile < 0 ? 0 : blocks.size(); at_ >= size; size = blocks.size()) {
-        at_ -= size, before += size;
-        if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
-        if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
-        blocks = Blocks(p, row, first_row(), HEIGHT);
-      }
-      int upto = min(blocks.size(), at_ + left_);
-      begin = at_, end = upto;
-      if (has_fixed_parts(p)) {
-        const FixedParts parts(p, blocks.size());
-        const int part = parts.first_from(at_);
-        begin = end = parts.begin(part);  // the tile's end if there is none
-        if (begin < upto) upto = end = parts.begin(part + 1);
-      }
-      left_ -= upto - at_, at_ = upto;
-      if (exists()) return;
+    if (left_ == 0) return;
+    for (int units = row_tile < 0 ? 0 : units_of(p, blocks.size()); unit >= units; units = units_of(p, blocks.size())) {
+      unit -= units, before += units;
+      if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
+      if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
+      blocks = Blocks(p, row, first_row(), HEIGHT);
     }
+    const int size = blocks.size(), units = fixed ? 1 : min(size - unit, left_), log = fixed ? log2_of_parts(p, size) : 0;
+    begin = fixed ? unit * size >> log : unit, end = fixed ? (unit + units) * size >> log : unit + units;
+    left_ -= units;
   }
 
   // Whether there is one, and whether the CTA has all of its blocks.
@@ -279,16 +271,10 @@ struct DecodeTiles {
 
   // Where the CTA's partial results of the tile go: a fixed part has a place of its own, a CTA otherwise two, the
   // second of which is for a tile that begins there.
-  __device__ int place(const DecodeParams& p) const {
-    if (!has_fixed_parts(p)) return 2 * blockIdx.x + (begin == 0);
-    return first_place(p) + FixedParts(p, blocks.size()).first_from(begin);
-  }
-
-  // Of the tile's fixed parts. A tile of several has at least as many blocks as they have places.
-  __device__ int first_place(const DecodeParams& p) const { return before >> p.part_log; }
+  __device__ int place(const DecodeParams& p) const { return has_fixed_parts(p) ? before + unit : 2 * blockIdx.x + (begin == 0); }
 
  private:
-  int at_ = 0, left_ = 0;  // the CTA's next block in the tile, and how many blocks it has from there on
+  int left_ = 0;  // units that the next tiles have
 };
 
 // A thread's row of a tile, as a query of a head.
