@@ -318,7 +318,7 @@ class Problem(Geometry):
         mask = None if self.attn_mask is None else self.attn_mask.expand(*self.q.shape[:3], key.length)
         q, q_scale = (self.q, None) if query is None else (query.data, query.scale)
         return Call(
-            q, q_scale, GROUPS[DEFAULT_RECIPE.q], key.data, key.scale, GROUPS[DEFAULT_RECIPE.k], value.data, value.scale, value.mean,
+            q, q_scale, self.q_group, key.data, key.scale, self.k_group, value.data, value.scale, value.mean,
             mask, None, key.length, self.softmax_scale, self.causal, DEFAULT_RECIPE.compute, DEFAULT_RECIPE.two_level, self.out_dtype,
             self.return_lse, self.window, self.softcap, self.sinks, mean_scores,
             key.mean if query is None and self.adds_mean else None, self.varlen,

@@ -229,14 +229,9 @@ def quantize_kv(k: torch.Tensor, v: torch.Tensor, qk: ProductType, device: Devic
         BuildError: the kernel can't be compiled here.
     """
     key, value = quantize.empty(k, v, qk)
-    quantize_into(key, value, k, v, device)
-    return key, value
-
-
-def quantize_into(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tensor, device: Device) -> None:
-    """`quantize_kv` into what quantize.empty made."""
     library, _, numbers = quantizer_of(k, device)
     library.operators.quantize.default(*numbers, k, v, *quantize.filled(key, value), None)
+    return key, value
 
 
 def quantizer_of(k: torch.Tensor, device: Device) -> tuple[build.Library, QuantizeConfig, tuple[int, int, int, int]]:

@@ -351,15 +351,14 @@ def tile_rows(rows: int, width: int) -> int:
     return 16 if rows <= 16 else 32 if rows <= 32 or width > 128 else 64
 
 
-def splits_of(tiles: int, blocks: int, device: Device) -> int:
-    """Programs that share the blocks of keys of each tile. blocks: of the longest sequence."""
+def splits_of(q: torch.Tensor, batch: PagedBatch, tiles: int, blocks: int, device: Device) -> int:
+    """Programs that share the blocks of keys of each tile. blocks: of the longest sequence.
+
+    Each program has an equal part of a row's own blocks. So their number alone decides where sums are split.
+    """
+    if batch.batch_invariant:
+        return FIXED_SPLITS if tokens_of(q) <= FIXED_SPLIT_TOKENS else 1
     return max(min(2 * device.sm_count // max(tiles, 1), ceil_div(blocks, SPLIT_PAGES)), 1)
-
-
-def fixed_splits(q: torch.Tensor) -> int:
-    """Programs that share the keys of each tile where a row mustn't depend on others: each has an equal part of the
-    row's own."""
-    return FIXED_SPLITS if tokens_of(q) <= FIXED_SPLIT_TOKENS else 1
 
 
 def check_invariant(batch: PagedBatch) -> None:
@@ -415,8 +414,7 @@ def choose(call: PagedCall, traits: Traits, tiling: Tiling, device: Device) -> A
     stages = (2 if device.shared_memory < 160_000 else 3) - wide
     # hazard: on Hopper, eight warps give wrong answers where they share tiles of 64 rows (Triton 3.6)
     warps = 8 if traits.accumulated > 128 else 4
-    splits = fixed_splits(call.q) if call.batch.batch_invariant else splits_of(tiling.tiles, blocks, device)
-    return Attention(traits, tiling.rows, splits, stages, warps)
+    return Attention(traits, tiling.rows, splits_of(call.q, call.batch, tiling.tiles, blocks, device), stages, warps)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,7 +28,6 @@ from .paged_attention import (
     Tiling,
     check_invariant,
     finite_or_zero,
-    fixed_splits,
     quantized_rows,
     splits_of,
     store_sums,
@@ -333,13 +332,11 @@ def attend(
     widest, capacity = max(traits.width, traits.value_width), capacity_of(cache, batch)
     tiling = Tiling.of(q, batch, kv_heads, widest)
     left, right = counted_window(how.window)
-    if splits is None and batch.batch_invariant:
-        splits = fixed_splits(q)
-    elif splits is None:
+    if splits is None:
         most = capacity if batch.max_length is None else min(capacity, batch.max_length)
         span = -1 if left < 0 or right < 0 else left + right
         blocks = visible_blocks(ceil_div(most, paged_tensors.KEY_BLOCK), span, tiling, paged_tensors.KEY_BLOCK)
-        splits = splits_of(tiling.tiles, blocks, device)
+        splits = splits_of(q, batch, tiling.tiles, blocks, device)
     outputs = Outputs.empty(q, value_dim, torch.float32 if device.emulated else out_dtype, splits)
     operand = q if batch.cu_seqlens is None else q.transpose(0, 1).unsqueeze(0)
     warps = 8 if tiling.rows > 32 or widest > 128 else 4

@@ -101,8 +101,8 @@ def test_the_emulation_sees_what_is_not_cleared(name: str) -> None:
 @emulation.emulates
 @pytest.mark.parametrize("heads, causal", ((30, "none"), (30, "bottom_right"), (3, "none"), (3, "bottom_right")))
 @pytest.mark.parametrize("dtype", HALVES)
-def test_attention_is_told_of_what_is_quantized(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, causal: Causal) -> None:
-    """Where the quantizer writes it, and what it counts in; of many tiles and of few. Whatever else attention is told of a `Call` with these
+def test_attention_reads_what_the_quantizer_writes(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, heads: int, causal: Causal) -> None:
+    """Where the quantizer writes it, and what it counts in; of many tiles and of few. All other parameters are those of a `Call` with these
     operands, bit for bit."""
     operators, library = emulation.binding()
     config = instance(128, 3)

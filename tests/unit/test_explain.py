@@ -93,6 +93,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     def half_keys(call: Any, device: Any) -> tuple:
         return empty_output(call.q, call.v.shape[3], call.out_dtype), empty_lse(call.q, call.return_lse)
 
+    quantizer = SimpleNamespace(operators=SimpleNamespace(quantize=SimpleNamespace(default=lambda *_: seen.quantizers.add("hopper"))))
     for module in (prepare, explaining, ops, problem_ops, paged_ops):
         monkeypatch.setattr(module, "device_of", lambda device: H100)
     monkeypatch.setattr(ops, "has_kernels", lambda device: True)
@@ -105,8 +106,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     monkeypatch.setattr(cuda_run, "prefill_from_pages", lambda call, device, tiling, out_dtype, *_: seen.attend(
         "cuda", tiling.config, call.q, call.storage.v.shape[3], out_dtype, True))  # fmt: skip
     monkeypatch.setattr(cuda_run, "library_of", library_of)
-    monkeypatch.setattr(cuda_run, "quantizer_of", lambda k, *_: (None, quantize.choose(k), (0, 0, 0, 0)))
-    monkeypatch.setattr(cuda_run, "quantize_into", lambda *_, **__: seen.quantizers.add("hopper"))
+    monkeypatch.setattr(cuda_run, "quantizer_of", lambda k, *_: (quantizer, quantize.choose(k), (0, 0, 0, 0)))
     monkeypatch.setattr(cuda_run, "quantize_packed", packed_by_cuda)
     monkeypatch.setattr(cuda_run, "quantize_any", by_general)
     monkeypatch.setattr(cuda_run, "unsmoothed_lse", lambda lse, *_: lse.clone())
