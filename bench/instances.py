@@ -120,9 +120,10 @@ def rows() -> list[Row]:
             hopper_only(*decode.GROUPS),
         ),
         Row(
-            "decode of other engines' caches",
-            "few queries of a `PagedTensors`",
-            "accumulators by head dim; scales per token are loaded and multiplied beside the tokens; e4m3 is converted, bf16 and fp16 are not",
+            "other engines' caches",
+            "queries of a `PagedTensors`",
+            "accumulators by head dim; scales per token are loaded and multiplied beside the tokens; e4m3 is converted, bf16 and fp16 are not; "
+            "few queries are columns of mma.sync, more are rows of wgmma",
             hopper_only(*decode_tensors.GROUPS),
         ),
         Row(

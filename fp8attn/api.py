@@ -536,7 +536,7 @@ def _with_half_keys(checked: Checked, recipe: Recipe, return_lse: bool, chosen: 
 
     to_half_keys = ops.library_ops.modelled_half_keys if chosen == "modelled" else ops.attend_to_half_keys
     out, lse = hybrid.by_kernels(checked, recipe, return_lse, to_fp8_keys, to_half_keys)
-    return (out, lse) if return_lse else out
+    return out if lse is None or not return_lse else (out, lse)
 
 
 def _by_pages(checked: Checked, recipe: Recipe, return_lse: bool, chosen: str) -> Attention:

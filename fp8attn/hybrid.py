@@ -50,14 +50,15 @@ def ranges(q_length: int, kv_length: int, causal: Causal, recipe: Recipe) -> Ite
 
 def tokens_of(x: torch.Tensor, tokens: slice) -> torch.Tensor:
     """Some tokens of x (B, H, S, D); x itself if they are all."""
-    return x if tokens == slice(0, x.shape[2]) else x[:, :, tokens]
+    length = tokens.stop - tokens.start
+    return x if length == x.shape[2] else x.narrow(2, tokens.start, length)
 
 
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: Causal, recipe: Recipe,
     to_fp8_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Fp8Attention],
-    to_half_keys: Callable[[torch.Tensor, Fp8Attention | tuple[None, None, None], Causal], tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    to_half_keys: Callable[[torch.Tensor, Fp8Attention | tuple[None, None, None], Causal], tuple[torch.Tensor, torch.Tensor | None]],
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """Attention with some keys in half precision, one range of query rows at a time.
 
     Args:
@@ -77,7 +78,8 @@ def attend(
         found.append(to_half_keys(part, fp8_out, part_causal))
     if len(found) == 1:
         return found[0]
-    return torch.cat([out for out, _ in found], 2), torch.cat([lse for _, lse in found], -1)
+    of_rows = [lse for _, lse in found if lse is not None]
+    return torch.cat([out for out, _ in found], 2), torch.cat(of_rows, -1) if of_rows else None
 
 
 def by_kernels(
@@ -85,16 +87,18 @@ def by_kernels(
     recipe: Recipe,
     return_lse: bool,
     to_fp8_keys: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Causal], Fp8Attention],
-    half_keys: Callable[..., tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+    half_keys: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`attend` with an operator for the half-precision keys: half_keys or modelled_half_keys.
 
-    LSE is empty unless `return_lse`.
+    LSE is empty or None unless `return_lse`.
     """
     q, k, v = checked.floats
     rotated = rotation.part_of(q.shape[3], recipe.rotate)
 
-    def to_half_keys(part: torch.Tensor, fp8_out: Fp8Attention | tuple[None, None, None], part_causal: Causal) -> tuple[torch.Tensor, torch.Tensor]:
+    def to_half_keys(
+        part: torch.Tensor, fp8_out: Fp8Attention | tuple[None, None, None], part_causal: Causal
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return half_keys(
             part, k, v, *fp8_out, rotated, recipe.sinks, recipe.recent, checked.softmax_scale, part_causal, checked.out_dtype, return_lse,
             scale=checked.scale,
@@ -135,4 +139,6 @@ def modelled(
         counts = reference.HalfKeyCounts(recipe.sinks, recipe.recent)
         return reference.with_half_keys(part, k, v, fp8, counts, causal=part_causal, softmax_scale=scale)
 
-    return attend(q, k, v, causal, recipe, to_fp8_keys, to_half_keys)
+    out, lse = attend(q, k, v, causal, recipe, to_fp8_keys, to_half_keys)
+    assert lse is not None
+    return out, lse

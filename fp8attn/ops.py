@@ -708,10 +708,11 @@ def _half_keys(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     validate.check_half_keys(q, k, v, fp8_out, fp8_lse, k_mean)
     validate.check_launch(softmax_scale, causal, out_dtype)
-    return _launch_half_keys(q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse)
+    out, lse = _launch_half_keys(q, k, v, fp8_out, fp8_lse, k_mean, rotated, sinks, recent, softmax_scale, causal, out_dtype, return_lse)
+    return out, empty_lse(q, False) if lse is None else lse
 
 
-def _launch_half_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch_half_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The operator `half_keys` of arguments that were checked."""
     *of_fp8_keys, sinks, recent, softmax_scale, causal, out_dtype, return_lse = others
     offset = causal_offset(causal, q.shape[2], k.shape[2])
@@ -720,8 +721,9 @@ def _launch_half_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others
         return triton_kernels.half_keys.half_keys(call, device_of(q.device))
 
 
-def attend_to_half_keys(*arguments: Any, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention to half-precision keys of a checked call by the operator `half_keys`, or directly.
+def attend_to_half_keys(*arguments: Any, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention to half-precision keys of a checked call by the operator `half_keys`, or directly: then without an LSE
+    that isn't asked for.
 
     Args:
         arguments: the operator's.

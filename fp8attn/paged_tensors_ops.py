@@ -45,9 +45,12 @@ def plan_attention(
         BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
     """
     device = device_of(query.device)
-    reason = decode_tensors.unsupported_call(query, cache, batch, how, device) or build.unavailable(decode_tensors.choose(cache), device.arch)
+    reason = decode_tensors.unsupported_call(query, cache, batch, how, device)
     if reason is None:
-        return decode_tensors.choose(cache)
+        config = decode_tensors.choose(query, cache, batch)
+        reason = build.unavailable(config, device.arch)
+        if reason is None:
+            return config
     if backend == "cuda":
         raise BackendUnavailable(f"cuda: {reason}; use backend='triton' or 'auto'")
     return reason

@@ -476,7 +476,7 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
   p.cu_seqlens = address_of<int>(batch[4]);
   p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
   p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
-  p.tickets = results[4].mutable_data_ptr<int>();
+  p.tickets = results[4].mutable_data_ptr<int>(), p.tickets_of_head = results[4].dim() > 2 ? results[4].size(2) : 1;
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
   p.batches = batch[0]->size(0), p.q_heads = q.size(1), p.kv_heads = kv_heads, p.q_length = most;
   if (p.cu_seqlens == nullptr) {

@@ -16,9 +16,8 @@ WARP = 32
 GROUP = 8
 """Queries of the narrowest product by wgmma."""
 
-MOST_ROW_TILES = 3
-"""Tiles of rows of a key/value head, each of which reads the head's pages, and has ten bits of a ticket. With more,
-Triton's kernel is expected to be no slower."""
+TILES_OF_TICKET = 3
+"""Tiles of rows of a key/value head that have ten bits each of one ticket."""
 
 FEW_ROWS = 2 * GROUP
 """Rows of a key/value head with which other kernels are slower; half of them where these split keys."""
@@ -121,14 +120,9 @@ def rows_of_head(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
     return q.shape[1] // kv_heads * batch.most_queries(q)
 
 
-def row_tiles(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
-    """Tiles of rows of a key/value head."""
-    return -(-rows_of_head(q, kv_heads, batch) // TILE_ROWS)
-
-
-def tiles_of(q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
-    """Tiles of all rows of the batch and heads."""
-    return batch.page_table.shape[0] * kv_heads * row_tiles(q, kv_heads, batch)
+def tiles_of(q: torch.Tensor, kv_heads: int, batch: PagedBatch, rows: int = TILE_ROWS) -> int:
+    """Tiles of all rows of the batch and heads. `rows`: of a tile."""
+    return batch.page_table.shape[0] * kv_heads * -(-rows_of_head(q, kv_heads, batch) // rows)
 
 
 def most_blocks(batch: PagedBatch) -> int:
@@ -151,6 +145,11 @@ def ctas_of(config: DecodeShape, device: Device) -> int:
 def part_height(config: DecodeShape, q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
     """Rows of a tile that partial results have room for."""
     return min(rows_of_head(q, kv_heads, batch), config.rows)
+
+
+def tickets_of_head(config: DecodeShape, q: torch.Tensor, kv_heads: int, batch: PagedBatch) -> int:
+    """Tickets of a key/value head: TILES_OF_TICKET tiles have one."""
+    return -(-rows_of_head(q, kv_heads, batch) // (TILES_OF_TICKET * config.rows))
 
 
 def part_log(batch: PagedBatch, blocks_of_page: int = 1) -> int:
@@ -193,12 +192,14 @@ def unsupported_rows(name: str, x: torch.Tensor) -> str | None:
 
 
 def unsupported_queries(
-    q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], kv_heads: int, batch: PagedBatch, softmax_scale: float, device: Device
+    q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], kv_heads: int, batch: PagedBatch, softmax_scale: float, device: Device,
+    most_rows: int,
 ) -> str | None:  # fmt: skip
     """The reason why neither decode kernel supports queries, or None.
 
     Args:
         kv: K and V of the cache, whose last sizes are the head dims.
+        most_rows: of a key/value head.
     """
     if device.emulated or device.arch != 90:
         return f"it needs sm_90; this is {'an emulation' if device.emulated else f'sm_{device.arch}'}, {device.name}"
@@ -211,16 +212,17 @@ def unsupported_queries(
         return f"softmax_scale is {softmax_scale}; it takes positive ones"
     if batch.cu_seqlens is not None and batch.max_count is None:
         return "batch.max_count is None; of packed queries it must be told the most of a row"
-    if q.numel() == 0 or row_tiles(q, kv_heads, batch) > MOST_ROW_TILES:
+    if q.numel() == 0 or rows_of_head(q, kv_heads, batch) > most_rows:
         most = f"{batch.most_queries(q)} of a row of the batch"
-        return f"query has shape {tuple(q.shape)}, {most}; it takes 1 to {MOST_ROW_TILES * TILE_ROWS} of the heads that share a key/value head"
+        return f"query has shape {tuple(q.shape)}, {most}; it takes 1 to {most_rows} of the heads that share a key/value head"
     return unsupported_rows("query", q)
 
 
 def unsupported_call(q: torch.Tensor, storage: Storage, batch: PagedBatch, softmax_scale: float, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call without new tokens, or None if it does."""
     kv_heads, rows = storage.k.shape[1], batch.page_table.shape[0]
-    reason = unsupported_queries(q, (storage.k, storage.v), kv_heads, batch, softmax_scale, device)
+    # a cache has one ticket for each of its heads
+    reason = unsupported_queries(q, (storage.k, storage.v), kv_heads, batch, softmax_scale, device, TILES_OF_TICKET * TILE_ROWS)
     if reason is not None:
         return reason
     if rows > storage.k.shape[0]:

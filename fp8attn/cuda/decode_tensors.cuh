@@ -1,9 +1,9 @@
-// Attention of few queries to the KV cache of another engine, sm_90: `fp8attn/paged_tensors.py` defines it.
+// Attention to the KV cache of another engine, sm_90: `fp8attn/paged_tensors.py` defines it.
 //
 // The rows of a tile are the queries of all heads that share a key/value head. CTAs share the blocks of all tiles, as
 // in decode.cuh. A block is 64 tokens, in e4m3 or half precision, row by row as the cache has them. One warp loads
 // blocks by TMA, as many ahead as there are stages: pages of fewer tokens by several copies. A warpgroup attends to one
-// block after another by mma.sync. e4m3 values have the wrong order for that, and become halves in registers.
+// block after another: to few queries by mma.sync (token_rows.h), to many by wgmma (many_rows.h).
 #pragma once
 
 #include "config.h"
@@ -13,9 +13,9 @@
 #include "ptx/grid.h"
 #include "ptx/mbarrier.h"
 #include "ptx/tma.h"
+#include "tile/many_rows.h"
 #include "tile/paged_parts.h"
 #include "tile/schedule.h"
-#include "tile/token_rows.h"
 
 namespace fp8attn {
 
@@ -23,14 +23,18 @@ constexpr int DECODE_TENSORS_THREADS = DECODERS + 32;  // and a warp that loads
 template <DecodeTensorsConfig C>
 using TokenTilesOf = DecodeTiles<C.rows, TokenBlocks>;
 
+// Whether the instance is for many queries.
+template <DecodeTensorsConfig C>
+constexpr bool has_many = C.rows == MANY_ROWS;
+
 template <DecodeTensorsConfig C>
 struct alignas(1024) DecodeTensorsStorage {
   static constexpr int row_bytes = C.fp8 ? C.head_dim : 2 * C.head_dim, block_bytes = TOKENS * row_bytes;
 
   uint8_t k[C.stages][block_bytes], v[C.stages][block_bytes];
   uint8_t q[C.rows * row_bytes];
-  WarpExchange<C.rows> exchange;
-  TokenExchange<C.by_token ? C.rows : 1> more;
+  std::conditional_t<has_many<C>, typename ManyRows<__half, C.head_dim, C.fp8, C.by_token>::Exchange, WarpExchange<C.rows>> exchange;
+  TokenExchange<C.by_token && !has_many<C> ? C.rows : 1> more;
   float row_scale[C.rows];
   int2 seen[C.rows];  // the first and the last token that a row sees; none of a row that isn't real
   float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens, if each has its own
@@ -118,6 +122,9 @@ __device__ void copy_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, To
   }
 }
 
+// What a row's sums are multiplied by, of a complete tile or a part of one. `restore`: V's scale.
+__device__ inline float weight_of(float restore, bool complete, float l) { return restore * (!complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l); }
+
 // Stores the rows' output and LSE; or, if the CTA has a part of the tile, the partial results. `restore`: V's scale.
 // Called by all decoders.
 template <DecodeTensorsConfig C, typename Rows, int GROUPS>
@@ -132,7 +139,7 @@ __device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>&
     if (!query.real) return;
     const bool nonfinite = C.fp8 && shared.seen[mine].y >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
     const float l = nonfinite ? NAN : rows.l[group][r], m = rows.m[group][r];
-    const float weight = restore * (!complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l);
+    const float weight = weight_of(restore, complete, l);
     const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
     if (threadIdx.x < 4) {
       if (complete)
@@ -151,57 +158,93 @@ __device__ void store_token_rows(const DecodeParams& p, DecodeTensorsStorage<C>&
   });
 }
 
-// The decoders attend to the blocks of all tiles of the CTA. Their tile is in shared memory: registers are scarce.
+// Scales of all tokens of a cache, or 1.
+struct TensorScales {
+  float k = 1.0f, v = 1.0f;
+
+  template <typename Tile>
+  __device__ TensorScales(const DecodeParams& p, const Tile& tile, bool exist) {
+    if (!exist) return;
+    k = p.k_scale[tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[3]];
+    v = p.v_scale[tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[3]];
+  }
+
+  __device__ float nan() const { return (k + v) * 0.0f; }  // or 0
+  __device__ float restore() const { return fabsf(v) <= -NOTHING ? v : 0.0f; }
+};
+
+// Brings the queries of tile `turn`, and what its rows see, to shared memory, and finds the next tile. Called by all
+// decoders.
+template <DecodeTensorsConfig C, typename T>
+__device__ void begin_tile(const DecodeParams& p, DecodeTensorsStorage<C>& shared, int turn) {
+  const TokenTilesOf<C>& tile = shared.tiles[turn];
+  int thread = threadIdx.x;
+  compute_late(thread);
+  if constexpr (C.fp8)
+    quantize_queries<T, C.head_dim, false>(p, tile, false, shared.q, shared.row_scale, nullptr);
+  else
+    copy_queries<T, C.head_dim>(p, tile, shared.q);
+  if (thread < C.rows) {
+    const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + thread).position;
+    shared.seen[thread] = position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
+  }
+  if constexpr (has_many<C>) ptx::fence_proxy_async();  // wgmma reads queries and zeros
+  ptx::warpgroup_sync(1);
+  if (thread == DECODERS - 1) {
+    TokenTilesOf<C> next = tile;
+    next.next(p);
+    shared.tiles[turn ^ 1] = next;
+  }
+}
+
+// What a score of a row is multiplied by, if not also by its token's scale.
+template <DecodeTensorsConfig C>
+__device__ float scale_of_row(const DecodeParams& p, const DecodeTensorsStorage<C>& shared, const TensorScales& scales, int row) {
+  const float of_row = C.fp8 ? shared.row_scale[row] : p.score_scale;
+  return C.fp8 && !C.by_token ? score_factor(of_row * scales.k, false) : of_row;
+}
+
+// The sink of a row of a tile that begins with its first key, in base 2; or -inf.
+template <typename Tile>
+__device__ float sink_of(const DecodeParams& p, const Tile& tile, int row, int2 seen) {
+  if (p.sinks == nullptr || tile.begin != 0 || seen.y < 0) return -INFINITE;
+  return p.sinks[QueryRow(p, tile.row, tile.kv_head, tile.first_row() + row).head] * LOG2E;
+}
+
+// Calls f(tile, turn) for the CTA's tiles. Called by all decoders. A tile is in shared memory: registers are scarce.
+template <typename Storage, typename F>
+__device__ __forceinline__ void for_tiles(Storage& shared, F&& f) {
+  for (int turn = 0;; turn ^= 1) {
+    ptx::warpgroup_sync(1);  // nobody reads the last tile's rows any more
+    if (!shared.tiles[turn].exists()) return;
+    f(shared.tiles[turn], turn);
+  }
+}
+
+// The decoders attend to the blocks of all tiles of the CTA.
 // GROUPS: of the queries of a product, the least power of two that holds the call's rows.
 template <DecodeTensorsConfig C, typename T, int GROUPS = 1>
-__device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>& shared, TokenTilesOf<C> tiles, UnitShares shares_of_ctas) {
+__device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>& shared) {
   if constexpr (QUERY_GROUP * GROUPS < C.rows) {
-    if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_token_blocks<C, T, 2 * GROUPS>(p, shared, tiles, shares_of_ctas);
+    if (p.part_height > QUERY_GROUP * GROUPS) return attend_to_token_blocks<C, T, 2 * GROUPS>(p, shared);
   }
   constexpr int DIM = C.head_dim;
   using Rows = TokenRows<T, DIM, C.fp8, GROUPS>;
   const TokenCopies copies(p);
   Ring<C.stages> ring;
-  if (threadIdx.x == 0) {
-    tiles.next(p);
-    shared.tiles[0] = tiles, shared.shares = shares_of_ctas;
-  }
-  for (int turn = 0;; turn ^= 1) {
-    ptx::warpgroup_sync(1);  // nobody reads the last tile's rows any more
-    const TokenTilesOf<C>& tile = shared.tiles[turn];
-    if (!tile.exists()) break;
+  for_tiles(shared, [&](const TokenTilesOf<C>& tile, int turn) {
     Fragment f = Fragment::mine();
-    int thread = threadIdx.x;
-    compute_late(f.row), compute_late(f.column), compute_late(thread);
-    float k_scale = 1.0f, v_scale = 1.0f;  // of all tokens
-    if constexpr (C.fp8 && !C.by_token) {
-      k_scale = p.k_scale[tile.batch * p.k_scale_strides[0] + tile.kv_head * p.k_scale_strides[3]];
-      v_scale = p.v_scale[tile.batch * p.v_scale_strides[0] + tile.kv_head * p.v_scale_strides[3]];
-    }
-    if constexpr (C.fp8)
-      quantize_queries<T, DIM, false>(p, tile, false, shared.q, shared.row_scale, nullptr);
-    else
-      copy_queries<T, DIM>(p, tile, shared.q);
-    if (thread < C.rows) {
-      const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + thread).position;
-      shared.seen[thread] = position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
-    }
-    ptx::warpgroup_sync(1);
-    if (thread == DECODERS - 1) {
-      TokenTilesOf<C> next = tile;
-      next.next(p);
-      shared.tiles[turn ^ 1] = next;
-    }
+    compute_late(f.row), compute_late(f.column);
+    const TensorScales of_all(p, tile, C.fp8 && !C.by_token);
+    begin_tile<C, T>(p, shared, turn);
     Rows rows;
     Rows::for_queries([&](int group, int r) {
       const int mine = QUERY_GROUP * group + f.column + r;
       if (shared.seen[mine].y >= p.capacity) rows.l[group][r] = NAN;  // tokens that the page table has no place for
-      if (p.sinks != nullptr && tile.begin == 0 && shared.seen[mine].y >= 0) {
-        rows.m[group][r] = p.sinks[QueryRow(p, tile.row, tile.kv_head, tile.first_row() + mine).head] * LOG2E;
-        if (f.row == 0) rows.l[group][r] += 1.0f;
-      }
+      const float sink = sink_of(p, tile, mine, shared.seen[mine]);
+      rows.m[group][r] = sink;
+      if (sink != -INFINITE && f.row == 0) rows.l[group][r] += 1.0f;
     });
-    const float nan_of_scales = (k_scale + v_scale) * 0.0f;
     for (int block = tile.begin; block < tile.end; ++block, ring.advance()) {
       const int stage = ring.stage;
       ptx::mbarrier_wait(&shared.full[stage], ring.phase);
@@ -213,7 +256,7 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, De
       for (int h = 0; h < 2; ++h) {
         const int token = f.row + 8 * h;
         scales.k[h] = scales.v[h] = 1.0f;
-        scales.nan[h] = nan_of_v[2 * h] + (missing >> (token >> copies.shift) & 1 ? NAN : nan_of_scales);
+        scales.nan[h] = nan_of_v[2 * h] + (missing >> (token >> copies.shift) & 1 ? NAN : of_all.nan());
         if constexpr (C.by_token) {
           const float of_k = shared.k_scale[stage][token], of_v = shared.v_scale[stage][token];
           scales.nan[h] += (of_k + of_v) * 0.0f;
@@ -221,18 +264,132 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, De
         }
       }
       typename Rows::OfMine factor;
-      Rows::for_queries([&](int group, int r) {
-        const float of_row = C.fp8 ? shared.row_scale[QUERY_GROUP * group + f.column + r] : p.score_scale;
-        factor[group][r] = C.fp8 && !C.by_token ? score_factor(of_row * k_scale, false) : of_row;
-      });
+      Rows::for_queries([&](int group, int r) { factor[group][r] = scale_of_row<C>(p, shared, of_all, QUERY_GROUP * group + f.column + r); });
       const bool nonfinite = nan_of_v[0] != 0.0f || nan_of_v[2] != 0.0f;
       rows.template attend<C.by_token>(s, shared.v[stage], factor, scales, nonfinite, shared.seen, (tile.blocks.first + block) * TOKENS, p.softcap, shared.exchange, shared.more, f);
       __syncwarp();
-      if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
     }
-    store_token_rows<C, Rows, GROUPS>(p, shared, tile, rows, fabsf(v_scale) <= -NOTHING ? v_scale : 0.0f, f);
+    store_token_rows<C, Rows, GROUPS>(p, shared, tile, rows, of_all.restore(), f);
     if (!tile.complete()) combine_parts<DIM>(p, shared, tile);
+  });
+}
+
+// The tokens that all of a tile's rows see: first ... last.
+struct SeenByAll {
+  int first, last;
+
+  __device__ SeenByAll(const DecodeParams& p, const BatchRow& row, int first_row, int rows) {
+    const int start = row.end - row.count;
+    first = first_seen(p, start + min(query_of(p, first_row + rows - 1), row.count - 1)), last = last_seen(p, start + query_of(p, first_row), row.end);
   }
+};
+
+// Stores the output and LSE of many rows, or partial results.
+template <DecodeTensorsConfig C, typename Rows>
+__device__ void store_many_rows(const DecodeParams& p, const DecodeTensorsStorage<C>& shared, const TokenTilesOf<C>& tile, const Rows& rows, float restore, Fragment f) {
+  constexpr int DIM = C.head_dim;
+  const int place = tile.place(p);
+  const bool complete = tile.complete();
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int mine = f.row + 8 * h;
+    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+    if (!query.real) continue;
+    const bool nonfinite = C.fp8 && shared.seen[mine].y >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
+    const float l = nonfinite ? NAN : rows.l[h], m = rows.m[h];
+    const float weight = weight_of(restore, complete, l);
+    const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
+    if (f.column == 0) {
+      if (complete)
+        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
+      else
+        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
+    }
+#pragma unroll
+    for (int i = 0; i < Rows::OF_CHANNELS; ++i) {
+      const float a = rows.o[i][2 * h] * weight, b = rows.o[i][2 * h + 1] * weight;
+      const int channel = 8 * i + f.column;
+      if (complete)
+        store_pair(p, row * DIM + channel, a, b);
+      else
+        *reinterpret_cast<float2*>(p.parts + part * DIM + channel) = {a, b};
+    }
+  }
+}
+
+// The same of many queries.
+template <DecodeTensorsConfig C, typename T>
+__device__ __forceinline__ void attend_to_blocks_of_many(const DecodeParams& p, DecodeTensorsStorage<C>& shared) {
+  using Rows = ManyRows<T, C.head_dim, C.fp8, C.by_token>;
+  const TokenCopies copies(p);
+  Ring<C.stages> ring;
+  int half = 0;  // turns of blocks
+  for_tiles(shared, [&](const TokenTilesOf<C>& tile, int turn) {
+    Fragment f = Fragment::mine();
+    compute_late(f.row), compute_late(f.column);
+    const TensorScales of_all(p, tile, C.fp8 && !C.by_token);
+    begin_tile<C, T>(p, shared, turn);
+    Rows rows;
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int mine = f.row + 8 * h;
+      const float sink = sink_of(p, tile, mine, shared.seen[mine]);
+      if (shared.seen[mine].y >= p.capacity) rows.l[h] = NAN;  // tokens that the page table has no place for
+      if (sink != -INFINITE) rows.add_sink(h, sink, f.column == 0);
+      factor[h] = scale_of_row<C>(p, shared, of_all, mine);
+    }
+    const SeenByAll by_all(p, tile.row, tile.first_row(), C.rows);
+    const bool never_plain = p.softcap > 0.0f || of_all.nan() != 0.0f;
+    for (int block = tile.begin; block < tile.end; ++block, ring.advance(), half ^= 1) {
+      const int stage = ring.stage, first = (tile.blocks.first + block) * TOKENS;
+      ptx::mbarrier_wait(&shared.full[stage], ring.phase);
+      typename Rows::Scores s;
+      float nan[4];
+      Rows::start(s, nan, shared.k[stage], shared.v[stage], shared.q, shared.exchange);
+      uint8_t* const values = C.fp8 ? shared.exchange.v[half] : shared.v[stage];
+      if constexpr (C.fp8) Rows::convert_values(shared.v[stage], values);
+      rows.wait(s, nan);
+      if constexpr (C.by_token) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) nan[2 * h] += (shared.k_scale[stage][f.row + 8 * h] + shared.v_scale[stage][f.row + 8 * h]) * 0.0f;
+      }
+      Rows::share_nonfinite(nan, shared.exchange, half, f);
+      ptx::warpgroup_sync(1);
+      const bool any_nonfinite = Rows::any_nonfinite(shared.exchange, half);
+      if (any_nonfinite) {  // queries that don't see a token multiply it by zero
+        TokenRows<T, C.head_dim, C.fp8, 1>::remove_nonfinite(shared.v[stage]);
+        ptx::warpgroup_sync(1);
+        if constexpr (C.fp8) Rows::convert_values(shared.v[stage], values);
+        ptx::warpgroup_sync(1);
+      }
+      const int missing = shared.missing[stage] & ((1 << copies.of_block) - 1);
+      const bool plain = !never_plain && !any_nonfinite && missing == 0 && first >= by_all.first && first + TOKENS - 1 <= by_all.last;
+      if (!plain) {
+        const auto is_nan = [&](int token) {
+          if (any_nonfinite && shared.exchange.nonfinite[half][token / 16] && shared.exchange.of_token[half][token]) return true;
+          return (missing >> (token >> copies.shift) & 1) || of_all.nan() != 0.0f;
+        };
+        Rows::finish_scores(s, factor, shared.k_scale[C.by_token ? stage : 0], is_nan, shared.seen, first, p.softcap, f);
+      } else if constexpr (C.by_token) {
+        Rows::scale_by_token(s, factor, shared.k_scale[stage], f);
+      }
+      const bool scaled = C.by_token || !plain;
+      const float to_base_2[2] = {scaled ? 1.0f : factor[0], scaled ? 1.0f : factor[1]};
+      rows.attend(s, to_base_2, values, C.by_token ? shared.v_scale[stage] : nullptr, f);
+      if constexpr (!C.fp8) rows.finish_products();
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(&shared.empty[stage]);
+    }
+    rows.finish();
+    store_many_rows<C, Rows>(p, shared, tile, rows, of_all.restore(), f);
+    if (tile.complete()) return;
+    auto& room = *reinterpret_cast<std::conditional_t<C.fp8, decltype(shared.exchange.v), decltype(shared.q)>*>(C.fp8 ? shared.exchange.v[0] : shared.q);
+    using Large = LargeParts<MANY_ROWS, sizeof(room) < sizeof(LargeParts<MANY_ROWS, 32>) ? 16 : 32>;
+    static_assert(sizeof(room) >= sizeof(Large));
+    combine_large_parts<C.head_dim>(p, shared, tile, reinterpret_cast<Large&>(room));
+  });
 }
 
 // The grid: p.ctas. T: of the queries, and of a cache in half precision.
@@ -241,6 +398,9 @@ __global__ void __launch_bounds__(DECODE_TENSORS_THREADS, Instance::config.ctas)
   constexpr DecodeTensorsConfig C = Instance::config;
   extern __shared__ __align__(1024) uint8_t bytes[];
   DecodeTensorsStorage<C>& shared = *reinterpret_cast<DecodeTensorsStorage<C>*>(bytes);
+  if constexpr (has_many<C>) {
+    if (threadIdx.x < sizeof(shared.exchange.zeros) / 4) reinterpret_cast<uint32_t*>(shared.exchange.zeros)[threadIdx.x] = 0;
+  }
   if (threadIdx.x == 0) {
     for (int stage = 0; stage < C.stages; ++stage) {
       ptx::mbarrier_init(&shared.full[stage], C.by_token ? 33 : 1);  // blocks, and each lane's scales
@@ -257,13 +417,20 @@ __global__ void __launch_bounds__(DECODE_TENSORS_THREADS, Instance::config.ctas)
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
   const DecodeSchedule<C.rows, TokenBlocks> schedule(p);
-  const TokenTilesOf<C> tiles(schedule, blockIdx.x);
+  TokenTilesOf<C> tiles(schedule, blockIdx.x);
   if (threadIdx.x >= DECODERS) {
     load_token_blocks<C>(p, shared, tiles);
     store_empty_rows(p, C.head_dim);
-  } else {
-    attend_to_token_blocks<C, T>(p, shared, tiles, schedule.shares);
+    return;
   }
+  if (threadIdx.x == 0) {
+    tiles.next(p);
+    shared.tiles[0] = tiles, shared.shares = schedule.shares;
+  }
+  if constexpr (has_many<C>)
+    attend_to_blocks_of_many<C, T>(p, shared);
+  else
+    attend_to_token_blocks<C, T>(p, shared);
 }
 
 template <class Instance>

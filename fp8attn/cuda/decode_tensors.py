@@ -1,5 +1,4 @@
-"""The CUDA kernel that attends to the KV cache of another engine with few queries, sm_90: its configs, and the calls
-that it supports."""
+"""The CUDA kernel that attends to a KV cache of another engine, sm_90: its configs, and the calls that it supports."""
 
 from __future__ import annotations
 
@@ -13,13 +12,22 @@ from ..pages import PAGE, PagedBatch
 from ..reference import Scoring
 from . import decode
 from .configs import round_up
-from .decode import E4M3_INSTANCES, WARP, DecodeShape, unsupported_queries, unsupported_rows
+from .decode import E4M3_INSTANCES, GROUP, TILES_OF_TICKET, WARP, DecodeShape, unsupported_queries, unsupported_rows
 
 LEAST_COPY = 8
 """Tokens of the smallest page: fewer rows have another swizzle."""
 
 TILE_BYTES = 60
 """sizeof(DecodeTiles) of this kernel."""
+
+MANY_ROWS = 8 * GROUP
+"""Rows of a tile whose queries are the rows of a warpgroup's products."""
+
+FEW_ROWS = 2 * GROUP
+"""Rows of a key/value head with which tiles of so many rows are slower."""
+
+MOST_ROWS_BY_GROUP = (1 << 16) - 1
+"""Rows of a key/value head, times the query heads that share it, whose queries the kernel finds without a division."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,25 @@ class DecodeTensorsConfig(DecodeShape):
         """sizeof(DecodeTensorsStorage), in bytes."""
         row = self.head_dim if self.fp8 else 2 * self.head_dim
         panels = self.stages * 2 * KEY_BLOCK * row + self.rows * row
-        exchange = round_up(self.rows * (2 * KEY_BLOCK + 4 * 4), 1024)
-        scales = 4 * 2 * KEY_BLOCK * (self.stages if self.by_token else 1) + 4 * (4 * (self.rows if self.by_token else 1) + 1)
-        rest = round_up(4 * self.rows + scales, 8) + 8 * self.rows + 4 * self.stages + 2 * TILE_BYTES + 6 * 4
+        exchange = self.rows * (2 * KEY_BLOCK + 4 * 4)
+        if self.has_many:  # two blocks of values in half precision, zeros, and which tokens are not finite
+            exchange = 2 * (2 * KEY_BLOCK * self.head_dim if self.fp8 else 16) + 128 + 2 * 4 + 2 * KEY_BLOCK
+        exchange = round_up(exchange, 1024)
+        more = 4 * (4 * (self.rows if self.by_token and not self.has_many else 1) + 1)
+        scales = 4 * 2 * KEY_BLOCK * (self.stages if self.by_token else 1)
+        rest = round_up(more + 4 * self.rows, 8) + 8 * self.rows + scales + 4 * self.stages + 2 * TILE_BYTES + 6 * 4
         return round_up(round_up(panels, 1024) + exchange + round_up(rest + 1, 8) + 8 * 2 * self.stages, 1024)
+
+    @property
+    def has_many(self) -> bool:
+        """Whether its products are a warpgroup's."""
+        return self.rows == MANY_ROWS
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of the warpgroup's accumulators for finding tokens that are not finite, and for scores, in the cache's
+        type; and of those of P·V, in half precision."""
+        return (GROUP, KEY_BLOCK, self.head_dim) if self.has_many else ()
 
     @property
     def name(self) -> str:
@@ -62,10 +85,16 @@ BY_TOKEN_INSTANCES = tuple(replace(config, by_token=True) for config in FP8_INST
 
 HALF_INSTANCES = tuple(replace(config, stages=config.stages // 2, fp8=False) for config in FP8_INSTANCES)
 
-GROUPS = (FP8_INSTANCES, BY_TOKEN_INSTANCES, HALF_INSTANCES)
+MANY = tuple(
+    tuple(replace(config, stages=stages, rows=MANY_ROWS) for config, stages in zip(few, most, strict=True))
+    for few, most in ((FP8_INSTANCES, (9, 4, 4)), (BY_TOKEN_INSTANCES, (9, 4, 4)), (HALF_INSTANCES, (6, 2, 3)))
+)
+"""Instances for more rows than those have."""
+
+GROUPS = (FP8_INSTANCES, BY_TOKEN_INSTANCES, HALF_INSTANCES, *MANY)
 """Instances that are compiled together."""
 
-INSTANCES = FP8_INSTANCES + BY_TOKEN_INSTANCES + HALF_INSTANCES
+INSTANCES = tuple(config for group in GROUPS for config in group)
 
 
 def group(config: DecodeTensorsConfig) -> tuple[DecodeTensorsConfig, ...]:
@@ -73,10 +102,17 @@ def group(config: DecodeTensorsConfig) -> tuple[DecodeTensorsConfig, ...]:
     return next(some for some in GROUPS if config in some)
 
 
-def choose(cache: PagedTensors) -> DecodeTensorsConfig:
-    """The instance for a cache that the kernel supports."""
+def choose(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch) -> DecodeTensorsConfig:
+    """The instance for a call that the kernel supports."""
+    return _instances_of(cache, batch)[-1 if decode.rows_of_head(q, cache.kv_heads, batch) > FEW_ROWS else 0]
+
+
+def _instances_of(cache: PagedTensors, batch: PagedBatch) -> list[DecodeTensorsConfig]:
+    """The instances for a cache, for few rows first. Those for many give other bits: a batch whose rows don't depend on
+    each other takes none, as its most queries choose."""
     wanted = cache.k.shape[3], cache.is_fp8, by_token(cache.k_scale)
-    return next(config for config in INSTANCES if (config.head_dim, config.fp8, config.by_token) == wanted)
+    found = [config for config in INSTANCES if (config.head_dim, config.fp8, config.by_token) == wanted]
+    return found[:1] if batch.batch_invariant else found
 
 
 def copied_tokens(cache: PagedTensors, batch: PagedBatch) -> int:
@@ -106,7 +142,8 @@ def most_blocks(cache: PagedTensors, batch: PagedBatch) -> int:
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call, or None if it does."""
-    reason = unsupported_queries(q, (cache.k, cache.v), cache.kv_heads, batch, how.softmax_scale, device)
+    most_rows = TILES_OF_TICKET * decode.TILE_ROWS if batch.batch_invariant else MOST_ROWS_BY_GROUP // max(q.shape[1] // cache.kv_heads, 1)
+    reason = unsupported_queries(q, (cache.k, cache.v), cache.kv_heads, batch, how.softmax_scale, device, most_rows)
     if reason is not None:
         return reason
     if not cache.is_fp8 and cache.k.dtype != q.dtype:

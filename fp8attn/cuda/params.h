@@ -227,7 +227,7 @@ struct DecodeParams {
   float* lse;                 // (B, Hq, Sq), or (Hq, T)
   float* parts;               // (places, rows of a tile, D): partial outputs; 2 * ctas places, or as many as there are fixed parts at most
   float* part_rows;           // (places, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
-  int* tickets;               // (at least B, Hkv), zeros between launches: how many parts are stored, 10 bits a row tile
+  int* tickets;               // (at least B, Hkv, tickets_of_head), zeros between launches: how many parts are stored, 10 bits a row tile
 
   // Over rows of the batch, heads and queries. Packed queries count from the first row's on: theirs over rows are 0.
   int64_t q_strides[3], table_stride;
@@ -236,7 +236,7 @@ struct DecodeParams {
   int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;  // q_length: the most of a row
   int tokens;  // T, of packed queries
   int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
-  int ctas, part_height;  // of the grid; rows of a tile in parts
+  int ctas, part_height, tickets_of_head;  // of the grid; rows of a tile in parts
   // If all rows of the batch have as many blocks: how many tiles as many CTAs have. One of the two is 1.
   int tiles_of_group, ctas_of_group, ctas_of_group_inverse;  // the latter: 2^16 over that, rounded up
   int part;               // channels that are rotated together; 0: none

@@ -14,7 +14,7 @@ from .. import layout, pages, recipe, reference, schedule
 from .. import quantization as quantize_ref
 from .append import OF_WORD, AppendConfig
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
-from .decode import MOST_FIXED_PARTS, DecodeConfig
+from .decode import MOST_FIXED_PARTS, TILES_OF_TICKET, DecodeConfig
 from .decode_tensors import DecodeTensorsConfig
 from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
@@ -62,6 +62,7 @@ CONSTANTS: dict[str, int | float] = {
     "TILE_PITCH": schedule.TILE_PITCH,
     "MOST_PARTS": schedule.MOST_PARTS,
     "MOST_FIXED_PARTS": MOST_FIXED_PARTS,
+    "TILES_OF_TICKET": TILES_OF_TICKET,
     "RUN": quantize_ref.RUN,
     "SMALLEST_SCALE": quantize_ref.SMALLEST_SCALE,
     "LARGEST_MEAN": quantize_ref.LARGEST_MEAN,
@@ -277,6 +278,8 @@ def widths(configs: Sequence[Config]) -> list[int]:
             found |= {KEYS, *c.value_widths}
         elif isinstance(c, DecodeConfig):
             found |= {*c.widths}
+        elif isinstance(c, DecodeTensorsConfig) and c.fp8:
+            found |= {*c.widths[:2]}
         elif isinstance(c, PrefillConfig):
             found |= {KEYS, c.value_part, c.value_part + ONES}
     return sorted(found)
@@ -284,7 +287,13 @@ def widths(configs: Sequence[Config]) -> list[int]:
 
 def half_widths(configs: Sequence[Config]) -> list[int]:
     """The same of operands in half precision."""
-    return sorted({width for c in configs if isinstance(c, PrefillConfig) for width in (HALF_BLOCK, c.value_part)})
+    found: set[int] = set()
+    for c in configs:
+        if isinstance(c, PrefillConfig):
+            found |= {HALF_BLOCK, c.value_part}
+        elif isinstance(c, DecodeTensorsConfig):
+            found |= {*c.widths[2 if c.fp8 else 0 :]}
+    return sorted(found)
 
 
 def int8_widths(configs: Sequence[Config]) -> list[int]:

@@ -402,13 +402,13 @@ def attend_to_tensors(
     Raises:
         BuildError: the kernel can't be compiled here.
     """
-    config = decode_tensors.choose(cache)
+    config = decode_tensors.choose(q, cache, batch)
     library = build.load_with(config, decode_tensors.group(config), device.arch)
     ctas, kv_heads = decode.ctas_of(config, device), cache.kv_heads
     blocks, log = decode_tensors.most_blocks(cache, batch), decode_tensors.part_log(batch)
-    places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch), blocks, log)
+    places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch, config.rows), blocks, log)
     out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
-    tickets = q.new_zeros(batch.page_table.shape[0], cache.kv_heads, dtype=torch.int32)
+    tickets = q.new_zeros(batch.page_table.shape[0], kv_heads, decode.tickets_of_head(config, q, kv_heads, batch), dtype=torch.int32)
     library.operators.decode_tensors.default(
         library.launchers[config], ctas, batch.most_queries(q), decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,
         [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()), [out, lse, *parts, tickets],

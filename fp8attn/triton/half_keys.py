@@ -240,14 +240,14 @@ def half_keys_kernel(
         tl.store(lse + index, (m + tl.log2(l)) / LOG2E, mask=rows < q_length)
 
 
-def half_keys(call: HalfKeys, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def half_keys(call: HalfKeys, device: Device, *, warmup: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
     """reference.with_half_keys by a kernel.
 
     Args:
         warmup: compile only.
 
     Returns:
-        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), empty unless call.return_lse.
+        out (B, Hq, Sq, Dv) and LSE (B, Hq, Sq), None unless call.return_lse.
     """
     q, k, v = call.q, call.k, call.v
     check_counted("query", q)
@@ -256,7 +256,7 @@ def half_keys(call: HalfKeys, device: Device, *, warmup: bool = False) -> tuple[
     value_dim = v.shape[3]
     # the interpreter truncates to bfloat16 instead of rounding
     out = empty_output(q, value_dim, torch.float32 if device.emulated else call.out_dtype)
-    lse = empty_lse(q, call.return_lse)
+    lse = empty_lse(q, True) if call.return_lse else None
     if out.numel() == 0:
         return out.to(call.out_dtype), lse
     if device.emulated and q.dtype == torch.bfloat16:  # the interpreter can't multiply bfloat16
@@ -268,7 +268,7 @@ def half_keys(call: HalfKeys, device: Device, *, warmup: bool = False) -> tuple[
         rows = min(rows, 32)
     launch(
         half_keys_kernel, (ceil_div(length, rows) * heads * batch,),
-        q, k, v, call.fp8_out, call.fp8_lse, call.k_mean, out, lse if call.return_lse else None,
+        q, k, v, call.fp8_out, call.fp8_lse, call.k_mean, out, lse,
         q.stride(), k.stride(), v.stride(), (0, 0, 0, 0) if call.fp8_out is None else call.fp8_out.stride(), out.stride(),
         heads, k.shape[1], length, k.shape[2], call.causal_offset, call.softmax_scale, call.sinks, call.recent,
         dim, value_dim, width, value_width, call.rotated, rows, keys, device.has_dependent_launch,

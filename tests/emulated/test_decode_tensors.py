@@ -45,7 +45,16 @@ CASES = {
     "some queries": (replace(FP8, ragged=True, queries=6, group=2), 2),
     "two groups of rows": (replace(HALF, queries=4), 2),
     "four groups of rows": (replace(BY_TOKEN, queries=8), 2),
-    "three row tiles": (replace(FP8, lengths=(200, 90), queries=29), 2),
+    "three row tiles": (replace(FP8, lengths=(200, 90), queries=29, kv_heads=1, **WIDEST), 2),
+    "many rows": (replace(FP8, queries=16), 2),
+    "many rows, by token": (replace(BY_TOKEN, queries=13), 2),
+    "many rows, by token, 128 channels": (replace(BY_TOKEN, lengths=(200, 90), queries=16, seed=3, **WIDE), 2),
+    "many rows, bf16": (replace(HALF, queries=16, sinks=True), 2),
+    "many rows, bf16, 128 channels, window": (replace(HALF, lengths=(300, 90), window=(70, 0), page=256, queries=20, **WIDE), 3),
+    "many rows, 128 channels, soft cap": (replace(FP8, lengths=(200, 90), softcap=3.0, queries=16, layout="both in a page", **WIDE), 2),
+    "many rows, three row tiles": (replace(FP8, lengths=(300, 90), queries=50, scales=("tensor", "row"), **WIDE), 3),
+    "many rows, six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
+    "many rows, some queries": (replace(FP8, ragged=True, lengths=(400, 140, 20), queries=16), 2),
     "many parts": (replace(HALF, lengths=(64 * 30, 5), queries=1), 40),
     "equal lengths": (replace(FP8, lengths=(300, 300)), 10),
     "many short": (replace(FP8, lengths=(3,) * 40, group=1), 2),
@@ -62,8 +71,13 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 
 
 def config_of(case: Case) -> decode_tensors.DecodeTensorsConfig:
-    wanted = case.dim, case.dtype == E4M3, case.scales[0] == "token" and case.dtype == E4M3
-    return next(c for c in decode_tensors.INSTANCES if (c.head_dim, c.fp8, c.by_token) == wanted)
+    call = case.call(torch.device("cpu"))
+    return decode_tensors.choose(call.q, call.cache, call.batch)
+
+
+def has_fp8_sums(call: Call) -> bool:
+    """Whether tensor cores multiply queries and keys in e4m3."""
+    return decode_tensors.choose(call.q, call.cache, call.batch).has_many and call.cache.is_fp8
 
 
 def library_of(backend: str, case: Case) -> build.Library | None:
@@ -86,7 +100,7 @@ def attend(library: build.Library | None, call: Call, device: Device) -> tuple[t
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
     call = case.call(device)
     actual = attend(library, call, replace(H100, sm_count=H100.sm_count if library is None else sms))
-    assert_close(actual, paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
+    assert_close(actual, paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype, has_fp8_sums(call))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -109,12 +123,13 @@ def test_a_cache_without_pages(case: Case, backend: str, device: torch.device) -
     "case, what",
     [(case, what) for case in (FP8, BY_TOKEN) for what in ("q", "k", "v", "k_scale", "v_scale")] + [(HALF, what) for what in "qkv"],
 )
-def test_what_is_not_finite_reaches_the_rows_that_see_it(case: Case, what: str, backend: str, device: torch.device) -> None:
-    case = replace(case, lengths=(70, 70), queries=12, group=2)
+@pytest.mark.parametrize("group", (1, 2), ids=("few rows", "many rows"))
+def test_what_is_not_finite_reaches_the_rows_that_see_it(case: Case, what: str, group: int, backend: str, device: torch.device) -> None:
+    case = replace(case, lengths=(70, 70), queries=12, group=group)
     call = case.call(place_of(backend, device))
     token, number, slot = 65, int(call.batch.page_table[1, 65 // 16]), 65 % 16
     if what == "q":
-        call.q[1, 3, 5, 3] = torch.inf
+        call.q[1, group, 5, 3] = torch.inf
     elif what in ("k", "v"):
         x = getattr(call.cache, what)
         if case.dtype == E4M3:
@@ -127,7 +142,18 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(case: Case, what: str, 
     actual = attend(library_of(backend, case), call, replace(H100, sm_count=2))
     expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
     assert token < 70 and bool(expected[0].isnan().any()) and bool(expected[0].isfinite().any())
-    assert_close(actual, expected, case.dtype)
+    assert_close(actual, expected, case.dtype, has_fp8_sums(call))
+
+
+@pytest.mark.parametrize("queries", (8, 29))
+def test_many_rows_that_do_not_depend_on_other_rows(queries: int, backend: str, device: torch.device) -> None:
+    """By tiles of fewer rows."""
+    call = replace(FP8, lengths=(200, 90), queries=queries).call(place_of(backend, device))
+    call = dataclasses.replace(call, batch=replace(call.batch, batch_invariant=True))
+    config = decode_tensors.choose(call.q, call.cache, call.batch)
+    assert not config.has_many
+    actual = attend(emulation.tensors_decoder(config) if backend == "emulated" else None, call, replace(H100, sm_count=2))
+    assert_close(actual, paged_tensors.attend(call.q, call.cache, call.batch, call.how), E4M3)
 
 
 @pytest.mark.parametrize("case", (FP8, HALF), ids=("e4m3", "bf16"))
@@ -171,7 +197,7 @@ def check_packed(library: build.Library | None, case: Case, counts: tuple[int, .
         assert actual[0].shape == q.shape and actual[1].shape == q.shape[1::-1]
         assert not actual[0][sum(counts) :].any() and bool((actual[1][:, sum(counts) :] == -torch.inf).all())
         assert bool(actual[0].isnan().any()) == any(most < n and length > 0 for n, length in zip(counts, case.lengths, strict=True))
-        assert_close(actual, expected, case.dtype)
+        assert_close(actual, expected, case.dtype, has_fp8_sums(changed))
 
 
 @pytest.mark.parametrize("name", PACKED_CASES)
@@ -209,7 +235,7 @@ MUTANTS = {
     "values that other warps find": ("tile/token_rows.h", "more.nonfinite[warp] = nonfinite;", "more.nonfinite[warp] = warp == 3 && nonfinite;"),
     "values that are not finite": ("tile/token_rows.h", "multiply(nan_of_v, a, zeros);  //", "//"),
     "keys of the first step": ("tile/token_rows.h", "b[group] + 2 * i)", "b[group])"),
-    "P of the other query": ("tile/token_rows.h", "e4m3x4(s[group][0], s[group][1],", "e4m3x4(s[group][1], s[group][0],"),
+    "P of the other query": ("tile/token_rows.h", "e4m3x4(p[0], p[1],", "e4m3x4(p[1], p[0],"),
     "one token too few": ("tile/token_rows.h", "p.capacity - 1) / TOKENS + 1 - first, 1)", "p.capacity - 1) / TOKENS - first, 1)"),
     "page of another head": (
         "decode_tensors.cuh",
@@ -223,11 +249,11 @@ MUTANTS = {
         "p.v_map, &shared.full[stage], byte, 0, from,",
     ),
     "copies one on another": ("decode_tensors.cuh", "+ i * copies.tokens * PANEL", "+ 0 * copies.tokens * PANEL"),
-    "V's scale forgotten": ("decode_tensors.cuh", "const float weight = restore * (", "const float weight = 1.0f * ("),
+    "V's scale forgotten": ("decode_tensors.cuh", "return restore * (", "return 1.0f * ("),
     "K's scale of the first head": (
         "decode_tensors.cuh",
-        "k_scale = p.k_scale[tile.batch * p.k_scale_strides[0] + tile.kv_head *",
-        "k_scale = p.k_scale[0 *",
+        "k = p.k_scale[tile.batch * p.k_scale_strides[0] + tile.kv_head *",
+        "k = p.k_scale[0 *",
     ),
     "stage released by one warp": (
         "decode_tensors.cuh",
@@ -236,9 +262,9 @@ MUTANTS = {
     ),
     "channels of another lane": ("tile/token_rows.h", "const int byte = channel() *", "const int byte = (channel() ^ 4) *"),
     "queries written before all have read the last ones": ("decode_tensors.cuh", "ptx::warpgroup_sync(1);  // nobody reads", "// nobody reads"),
-    "a sink in every part": ("decode_tensors.cuh", "p.sinks != nullptr && tile.begin == 0 &&", "p.sinks != nullptr &&"),
+    "a sink in every part": ("decode_tensors.cuh", "p.sinks == nullptr || tile.begin != 0 ||", "p.sinks == nullptr ||"),
     "a cap without its factor": ("tile/token_rows.h", "return softcap * LOG2E *", "return softcap *"),
-    "a sink of every lane": ("decode_tensors.cuh", "if (f.row == 0) rows.l", "rows.l"),
+    "a sink of every lane": ("decode_tensors.cuh", "if (sink != -INFINITE && f.row == 0) rows.l", "if (sink != -INFINITE) rows.l"),
 }
 
 BY_TOKEN_MUTANTS = {
@@ -249,11 +275,51 @@ BY_TOKEN_MUTANTS = {
     "scales that may come later": ("decode_tensors.cuh", "ptx::cp_async_arrive(&shared.full[stage]);", "ptx::mbarrier_arrive(&shared.full[stage]);"),
 }
 
-MUTANT_CASE = replace(FP8, lengths=(420, 140, 70), queries=4, kv_heads=2, group=5, sinks=True, window=(300, 0), softcap=5.0, seed=2, **WIDE)
+MANY_MUTANTS = {
+    "a ticket for all row tiles": ("tile/paged_parts.h", " + tile.row_tile / TILES_OF_TICKET;", ";"),
+    "sums of another unit": ("tile/many_rows.h", "of[i] *= kept[i / 2];", ";"),
+    "l of another unit": ("tile/many_rows.h", "fmaf(l[h], kept[h], sum)", "l[h] + sum"),
+    "a largest score of a lane": ("tile/many_rows.h", "x = op(x, __shfl_xor_sync(~0u, x, 1));", ""),
+    "chunks exchanged": ("tile/many_rows.h", "(target ^ 2 * channel)) = low", "(target ^ 2 * channel)) = high"),
+    "tokens of values that aren't swizzled": (
+        "tile/many_rows.h",
+        "target = ptx::swizzled<MANY_PANEL>(token, 32 * first)",
+        "target = 128 * token + 32 * first",
+    ),
+    "values written into the block before": ("decode_tensors.cuh", "++block, ring.advance(), half ^= 1)", "++block, ring.advance())"),
+    "values that others still convert": (
+        "decode_tensors.cuh",
+        "shared.exchange, half, f);\n      ptx::warpgroup_sync(1);",
+        "shared.exchange, half, f);",
+    ),
+    "tokens that are not finite": (
+        "tile/many_rows.h",
+        "exchange.nonfinite[turn][threadIdx.x / 32] = any;",
+        "exchange.nonfinite[turn][threadIdx.x / 32] = false;",
+    ),
+    "of tokens 8 rows on": ("tile/many_rows.h", "exchange.of_token[turn][f.row + 8] = nan[2] != 0.0f", "exchange.of_token[turn][f.row + 8] = false"),
+    "tokens that nobody sees": ("decode_tensors.cuh", "remove_nonfinite(shared.v[stage]);", "any_nonfinite;"),
+    "rows of masked blocks": ("decode_tensors.cuh", "first >= by_all.first && first + TOKENS - 1 <= by_all.last", "true"),
+    "the next tile's first row": (
+        "decode_tensors.cuh",
+        "last_seen(p, start + query_of(p, first_row), row.end)",
+        "last_seen(p, start + row.count - 1, row.end)",
+    ),
+    "pages that aren't there": ("decode_tensors.cuh", "return (missing >> (token >> copies.shift) & 1) || of_all", "return of_all"),
+    "a sink of every lane of a row": ("tile/many_rows.h", "if (counts) l[h] += UNIT;", "l[h] += UNIT;"),
+    "queries that wgmma doesn't see": ("decode_tensors.cuh", "if constexpr (has_many<C>) ptx::fence_proxy_async();", ""),
+    "V's scale of no token": ("tile/many_rows.h", "x *= fabsf(of_token) <= -NOTHING ? of_token : 0.0f", "x *= 1.0f"),
+    "P's scale of the block before": ("tile/many_rows.h", "kept[h] = before * inverse,", "kept[h] = before,"),
+    "a scale that is forgotten": ("tile/many_rows.h", "of[i] *= scale[i / 2];", "of[i] *= 1.0f / UNIT;"),
+    "stages released before values are multiplied": ("decode_tensors.cuh", "if constexpr (!C.fp8) rows.finish_products();", ""),
+}
+"""Mutants that only many rows show."""
+
+MUTANT_CASE = replace(FP8, lengths=(420, 140, 70), queries=3, kv_heads=2, group=5, sinks=True, window=(300, 0), softcap=5.0, seed=2, **WIDE)
 
 
 def test_mutants_change_a_source() -> None:
-    emulation.assert_anchored([*MUTANTS.values(), *BY_TOKEN_MUTANTS.values(), *PACKED_MUTANTS.values()])
+    emulation.assert_anchored([*MUTANTS.values(), *BY_TOKEN_MUTANTS.values(), *PACKED_MUTANTS.values(), *MANY_MUTANTS.values()])
 
 
 @pytest.mark.thorough
@@ -266,7 +332,7 @@ def test_packed_mutant_is_seen(name: str) -> None:
     def check_all() -> None:
         check(library, case, torch.device("cpu"), sms)
         check_packed(library, case, counts, torch.device("cpu"), sms)
-        check_packed(library, replace(case, lengths=(5, 90, 0)), (9, 3, 2), torch.device("cpu"), sms)
+        check_packed(library, replace(case, lengths=(15, 90, 0)), (12, 3, 2), torch.device("cpu"), sms)
 
     with pytest.raises(AssertionError):
         check_all()
@@ -289,13 +355,52 @@ def test_mutant_is_seen(name: str) -> None:
         check(library, case, torch.device("cpu"), 3)
         check(library, replace(case, page=128), torch.device("cpu"), 1)
         for token, window in ((65, case.window), (10, (3, 0))):  # a value that some queries see, and one that none sees
-            call = replace(case, lengths=(70, 70), queries=12, group=2, window=window).call(torch.device("cpu"))
+            call = replace(case, lengths=(70, 70), queries=8, group=2, window=window).call(torch.device("cpu"))
             call.cache.v.view(torch.uint8)[int(call.batch.page_table[1, token // 16]), token % 16, 1, 7] = 0xFF
             expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
             assert_close(attend(library, call, replace(H100, sm_count=2)), expected, case.dtype)
 
     with pytest.raises(AssertionError):
         check_all()
+
+
+MANY_CASES = {
+    "e4m3": (replace(FP8, lengths=(420, 140, 70), queries=16, kv_heads=1, sinks=True, seed=2), 3),
+    "e4m3, 128 channels, window, soft cap": (
+        replace(FP8, lengths=(300, 64), queries=9, kv_heads=2, group=5, window=(150, 0), softcap=5.0, **WIDE),
+        2,
+    ),
+    "by token": (replace(BY_TOKEN, lengths=(420, 70), queries=16, kv_heads=1, seed=4), 2),
+    "bf16": (replace(HALF, lengths=(420, 70), queries=16, kv_heads=1), 1),
+    "six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
+}
+"""What mutants of many rows are shown, with the number of SMs."""
+
+
+def many_calls_are_right(libraries: dict[decode_tensors.DecodeTensorsConfig, build.Library]) -> None:
+    """Also with a value that is not finite, which some queries see, or none; and with pages that aren't there."""
+    for case, sms in MANY_CASES.values():
+        library = libraries[config_of(case)]
+        check(library, case, torch.device("cpu"), sms)
+        call = replace(case, lengths=(90, 90)).call(torch.device("cpu"))
+        bits = call.cache.v.view(torch.uint8 if case.dtype == E4M3 else torch.int16)
+        for token in (20, 28, 85):
+            bits[int(call.batch.page_table[1, token // 16]), token % 16, 0, 7] = 0xFF if case.dtype == E4M3 else 0x7FC0
+        call.batch.page_table[0, 1] = -1
+        assert_close(attend(library, call, replace(H100, sm_count=2)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
+
+
+def test_the_cases_of_many_rows_are_right() -> None:
+    many_calls_are_right({config_of(case): emulation.tensors_decoder(config_of(case)) for case, _ in MANY_CASES.values()})
+
+
+@pytest.mark.thorough
+@pytest.mark.anywhere
+@pytest.mark.parametrize("name", MANY_MUTANTS)
+def test_mutant_of_many_rows_is_seen(name: str) -> None:
+    libraries = {config_of(case): emulation.tensors_decoder(config_of(case), MANY_MUTANTS[name]) for case, _ in MANY_CASES.values()}
+    with pytest.raises(AssertionError):
+        many_calls_are_right(libraries)
 
 
 def test_unsupported_calls_say_why() -> None:
@@ -306,11 +411,14 @@ def test_unsupported_calls_say_why() -> None:
         (replace(FP8, page=48), "pages have 48 tokens"),
         (replace(FP8, page=4), "pages have 4 tokens"),
         (replace(FP8, scales=("token", "head")), "one of k_scale and v_scale"),
-        (replace(FP8, queries=40), "query has shape"),
     ):
         call = case.call(cpu)
         assert reason in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, call.how, H100) or ""), reason
     call = FP8.call(cpu)
+    longest = torch.empty(4, 6, 7300, 64, dtype=torch.bfloat16)
+    assert "7300 of a row of the batch; it takes 1 to 21845" in (
+        decode_tensors.unsupported_call(longest, call.cache, call.batch, call.how, H100) or ""
+    )
     how, unaligned = replace(call.how, softmax_scale=-0.1), torch.zeros(4, 6, 3, 65, dtype=torch.bfloat16)[..., 1:]
     assert "softmax_scale is -0.1" in (decode_tensors.unsupported_call(call.q, call.cache, call.batch, how, H100) or "")
     assert "query has strides" in (decode_tensors.unsupported_call(unaligned, call.cache, call.batch, call.how, H100) or "")
@@ -318,5 +426,9 @@ def test_unsupported_calls_say_why() -> None:
     one = call.cache.k[:, :, :1].expand(-1, -1, 2, -1)
     shared = dataclasses.replace(call.cache, k=one, v=one)
     assert "k has strides" in (decode_tensors.unsupported_call(call.q, shared, call.batch, call.how, H100) or "")
+    rows = replace(FP8, queries=33).call(cpu)  # those for many rows have other bits
+    invariant = replace(rows.batch, batch_invariant=True)
+    assert decode_tensors.choose(rows.q, rows.cache, rows.batch).rows == 64 and decode_tensors.choose(rows.q, rows.cache, invariant).rows == 32
+    assert "it takes 1 to 96 of the heads" in (decode_tensors.unsupported_call(rows.q, rows.cache, invariant, rows.how, H100) or "")
     half = replace(HALF, query_dtype=torch.float16).call(cpu)
     assert "k is torch.bfloat16" in (decode_tensors.unsupported_call(half.q.half(), half.cache, half.batch, half.how, H100) or "")

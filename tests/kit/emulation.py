@@ -187,7 +187,7 @@ class DecodeParams(ctypes.Structure):
         ("out_strides", ctypes.c_int * 3),
         ("lse_strides", ctypes.c_int * 2),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence", "tokens")),
-        *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height")),
+        *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height", "tickets_of_head")),
         *((name, ctypes.c_int) for name in ("tiles_of_group", "ctas_of_group", "ctas_of_group_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
@@ -636,6 +636,7 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
     p.tiles_of_group, p.ctas_of_group = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
     p.ctas_of_group_inverse = -(-(1 << 16) // p.ctas_of_group)
     p.ctas, p.part_height, p.inverse_part = ctas, results[2].size(1), 1.0
+    p.tickets_of_head = results[4].size(2) if results[4].dim() > 2 else 1
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p
 

@@ -79,48 +79,56 @@ struct TileParts {
   __device__ int place(int part) const { return fixed ? first + part : 2 * (first + part) + (part == 0); }
 };
 
-// Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
-// `shared` has the `shares` of all CTAs, and room for `is_last`. Called by all decoders. Not inlined: its loads would
-// take registers from the loop over pages.
-template <int DIM, typename Storage, int HEIGHT, typename Blocks>
-__device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile) {
-  constexpr int TICKET_BITS = 10;  // of three row tiles at most; there are fewer CTAs, and fixed parts
-  constexpr int WIDTH = DIM < 128 ? 2 : 4, LOADS = DIM / 32 / WIDTH;  // floats of a load, and a lane's loads of a part
-  constexpr int PARTS = DIM > 128 ? 8 : 32, SOME = 8;                 // whose loads are in flight together; skipped together
-  using Load = std::conditional_t<WIDTH == 2, float2, float4>;
-  const int lane = threadIdx.x % 32;
-  const TileParts of_tile(p, shared.shares, tile);
+// Whether the CTA is the last one of `count` to have stored its part of a tile. Called by all decoders.
+template <typename Storage, int HEIGHT, typename Blocks>
+__device__ bool is_last_part(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, int count) {
+  constexpr int TICKET_BITS = 10;  // more than there are CTAs, or fixed parts
   ptx::warpgroup_sync(1);
   if (threadIdx.x == 0) {
-    int* ticket = p.tickets + tile.batch * p.kv_heads + tile.kv_head;
-    const int shift = TICKET_BITS * tile.row_tile, count = of_tile.count;
+    int* ticket = p.tickets + (tile.batch * p.kv_heads + tile.kv_head) * p.tickets_of_head + tile.row_tile / TILES_OF_TICKET;
+    const int shift = TICKET_BITS * (tile.row_tile % TILES_OF_TICKET);
     // releases the CTA's part, which its threads have stored before the barrier, and acquires the others'
     shared.is_last = (ptx::add_acq_rel(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
     if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
   }
   ptx::warpgroup_sync(1);
-  if (!shared.is_last) return;
+  return shared.is_last;
+}
+
+// Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
+// `shared` has the `shares` of all CTAs, and room for `is_last`. Called by all decoders. Not inlined: its loads would
+// take registers from the loop over pages.
+template <int DIM, typename Storage, int HEIGHT, typename Blocks>
+__device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile) {
+  constexpr int WIDTH = DIM < 128 ? 2 : 4, LOADS = DIM / 32 / WIDTH;  // floats of a load, and a lane's loads of a part
+  constexpr int PARTS = DIM > 128 ? 8 : 32, SOME = 8;                 // whose loads are in flight together; skipped together
+  using Load = std::conditional_t<WIDTH == 2, float2, float4>;
+  const int lane = threadIdx.x % 32;
+  const TileParts of_tile(p, shared.shares, tile);
+  // here, unlike in a kernel, each access to p is a load from memory
+  const float2* const rows_of_parts = reinterpret_cast<const float2*>(p.part_rows);
+  const float* const own_channels = p.parts + WIDTH * lane;
+  const int height = p.part_height;
+  if (!is_last_part(p, shared, tile, of_tile.count)) return;
 #pragma unroll 1
   for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODER_WARPS) {
     float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
 #pragma unroll 1
     for (int from = 0; from < of_tile.count; from += 32) {  // each lane has the sums of one part
       const int parts = min(of_tile.count - from, 32);
-      const float2 of_part =
-          lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * (of_tile.place(from + lane) * p.part_height + mine))) : float2{-INFINITE, 0.0f};
+      const float2 of_part = lane < parts ? __ldcg(rows_of_parts + of_tile.place(from + lane) * height + mine) : float2{-INFINITE, 0.0f};
       float weight = 0.0f;
 #pragma unroll 1
       for (int chunk = 0; chunk < parts; chunk += PARTS) {
         Load loads[PARTS][LOADS] = {};
-        const int here = of_tile.place(from + chunk) * p.part_height + mine, next = of_tile.place(from + chunk + 1) * p.part_height + mine;
-        const float* part = p.parts + WIDTH * lane;
+        const int here = of_tile.place(from + chunk) * height + mine, next = of_tile.place(from + chunk + 1) * height + mine;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
           if (i % SOME == 0 && chunk + i >= parts) break;
-          const int at = i == 0 ? here : next + of_tile.apart() * (i - 1) * p.part_height;
+          const int at = i == 0 ? here : next + of_tile.apart() * (i - 1) * height;
 #pragma unroll
           for (int j = 0; j < LOADS; ++j)
-            if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j));
+            if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(own_channels + at * DIM + 32 * WIDTH * j));
         }
         if (chunk == 0) {  // while these are in flight
           float m = fmaxf(largest, of_part.x);
@@ -155,6 +163,101 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
 #pragma unroll
       for (int k = 0; k < WIDTH; k += 2) store_pair(p, index * DIM + WIDTH * (32 * j + lane) + k, o[j][k] * inverse, o[j][k + 1] * inverse);
     if (lane == 0) p.lse[query.index(p, tile.batch)] = (largest + log2f(sum)) / LOG2E;
+  }
+}
+
+// What threads share while they add large parts, SOME at a time.
+template <int HEIGHT, int SOME>
+struct LargeParts {
+  float weights[SOME][HEIGHT];  // before, their m
+  float sums[2][HEIGHT];        // of two threads of a row
+};
+
+// The same of tiles of 64 rows, whose parts are large: all threads load a part together, and several parts at a time,
+// where a warp would have one row after another.
+template <int DIM, typename Storage, int HEIGHT, typename Blocks, int SOME>
+__device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT, SOME>& large) {
+  constexpr int OF_THREAD = SOME / 2;                                   // parts whose m and sums a thread has
+  constexpr int WIDTH = 4, OWN = 8, TOGETHER = 3;                       // floats of a load; loads of a part in a pass; parts that are loaded together
+  constexpr int EVERY = DECODERS * WIDTH;                               // floats of all threads' loads
+  static_assert(DECODERS == 2 * HEIGHT && HEIGHT * DIM % (OWN * EVERY) == 0);
+  const TileParts of_tile(p, shared.shares, tile);
+  if (!is_last_part(p, shared, tile, of_tile.count)) return;
+  const int height = tile.height(p), mine = threadIdx.x % HEIGHT, half = threadIdx.x / HEIGHT;
+  const float* const parts_of_tile = p.parts + int64_t(of_tile.place(0)) * p.part_height * DIM;
+  const float2* const rows_of_tile = reinterpret_cast<const float2*>(p.part_rows) + of_tile.place(0) * p.part_height;
+  const int next = (of_tile.place(1) - of_tile.place(0)) * p.part_height, apart = of_tile.apart() * p.part_height;
+  const auto row_of_part = [&](int part) { return part == 0 ? 0 : next + (part - 1) * apart; };  // counted from those of the first one
+#pragma unroll 1
+  for (int pass = 0; pass < HEIGHT * DIM; pass += OWN * EVERY) {
+    const int first = pass + WIDTH * threadIdx.x;
+    float largest = -INFINITE, sum = 0.0f, o[OWN][WIDTH] = {};  // of row `mine`, and of the thread's loads
+#pragma unroll 1
+    for (int from = 0; from < of_tile.count; from += SOME) {
+      const int parts = min(of_tile.count - from, SOME);
+      float2 found[OF_THREAD];
+#pragma unroll
+      for (int i = 0; i < OF_THREAD; ++i) {
+        const int part = 2 * i + half;
+        found[i] = part < parts && mine < height ? __ldcg(rows_of_tile + row_of_part(from + part) + mine) : float2{-INFINITE, 0.0f};
+      }
+      ptx::warpgroup_sync(1);  // nobody reads weights any more
+#pragma unroll
+      for (int i = 0; i < OF_THREAD; ++i) large.weights[2 * i + half][mine] = found[i].x;
+      ptx::warpgroup_sync(1);
+      float m = largest;
+#pragma unroll
+      for (int i = 0; i < SOME; ++i) m = fmaxf(m, large.weights[i][mine]);
+      ptx::warpgroup_sync(1);
+      const float base = finite_or_zero(m), kept = ptx::exp2_approx(largest - base);
+      sum *= kept, largest = m;
+#pragma unroll
+      for (int i = 0; i < OF_THREAD; ++i) {
+        const float weight = ptx::exp2_approx(found[i].x - base);
+        large.weights[2 * i + half][mine] = weight, sum = fmaf(weight, found[i].y, sum);
+      }
+      if (half == 0) large.sums[0][mine] = kept;
+      ptx::warpgroup_sync(1);
+#pragma unroll
+      for (int j = 0; j < OWN; ++j)
+#pragma unroll
+        for (int k = 0; k < WIDTH; ++k) o[j][k] *= large.sums[0][(first + j * EVERY) / DIM];
+#pragma unroll 1
+      for (int i = 0; i < parts; i += TOGETHER) {
+        float4 loads[TOGETHER][OWN];
+#pragma unroll
+        for (int t = 0; t < TOGETHER; ++t)
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            const float* const part = parts_of_tile + int64_t(row_of_part(from + i + t)) * DIM + first;
+            loads[t][j] = i + t < parts && first + j * EVERY < height * DIM ? __ldcg(reinterpret_cast<const float4*>(part + j * EVERY)) : float4{};
+          }
+#pragma unroll
+        for (int t = 0; t < TOGETHER; ++t)
+#pragma unroll
+          for (int j = 0; j < OWN; ++j) {
+            const float weight = i + t < parts ? large.weights[i + t][(first + j * EVERY) / DIM] : 0.0f;
+#pragma unroll
+            for (int k = 0; k < WIDTH; ++k) o[j][k] = fmaf(weight, reinterpret_cast<const float*>(&loads[t][j])[k], o[j][k]);
+          }
+      }
+    }
+    ptx::warpgroup_sync(1);
+    large.sums[half][mine] = sum;
+    ptx::warpgroup_sync(1);
+#pragma unroll
+    for (int j = 0; j < OWN; ++j) {
+      const int at = first + j * EVERY, row = at / DIM;
+      const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
+      if (row >= height || !query.real) continue;
+      const float of_row = large.sums[0][row] + large.sums[1][row], inverse = of_row == 0.0f ? 0.0f : 1.0f / of_row;
+      const int64_t index = int64_t(query.out_row(p, tile.batch)) * DIM + at % DIM;
+#pragma unroll
+      for (int k = 0; k < WIDTH; k += 2) store_pair(p, index + k, o[j][k] * inverse, o[j][k + 1] * inverse);
+    }
+    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+    if (pass == 0 && half == 0 && mine < height && query.real)
+      p.lse[query.index(p, tile.batch)] = (largest + log2f(large.sums[0][mine] + large.sums[1][mine])) / LOG2E;
   }
 }
 

@@ -51,7 +51,7 @@ __device__ int row_tiles(const DecodeParams& p) {
   return (p.group * p.q_length + HEIGHT - 1) / HEIGHT;
 }
 
-// The query of a row of a key/value head, without a division. There are at most 256 rows, of which a group is a part.
+// The query of a row of a key/value head, without a division. Times the group, there are fewer than 2^16 rows.
 __device__ inline int query_of(const DecodeParams& p, int row) { return row * p.group_inverse >> 16; }
 
 // The blocks that some rows of a key/value head attend to: complete pages, then blocks in half precision, from block

@@ -88,6 +88,22 @@ struct TokenRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
   using typename Sums::OfMine;
   using Sums::for_queries, Sums::l, Sums::m, Sums::merge, Sums::o;
 
+  // Four numbers of P as they are multiplied, two to a word.
+  __device__ static void pack(const float (&p)[4], uint32_t* words) {
+    if constexpr (FP8)
+      ptx::halves_of_e4m3(ptx::e4m3x4(p[0], p[1], p[2], p[3]), words[0], words[1]);
+    else
+      words[0] = word_of<T>(p[0], p[1]), words[1] = word_of<T>(p[2], p[3]);
+  }
+
+  // Makes values of a block zero that are not finite. Called by all decoders.
+  __device__ static void remove_nonfinite(uint8_t* v) {
+    uint32_t* const words = reinterpret_cast<uint32_t*>(v);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < TOKENS * ROW_BYTES / 4; i += DECODERS) words[i] = finite_elements<std::conditional_t<FP8, uint8_t, T>>(words[i]);
+    ptx::fence_proxy_async();  // TMA writes there next
+  }
+
   // The first of the lane's channels.
   __device__ static int channel() { return threadIdx.x / 32 * (DIM / 4) + threadIdx.x % 32 / 4 * (DIM / 32); }
 
@@ -178,10 +194,7 @@ struct TokenRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
 #pragma unroll
     for (int group = 0; group < GROUPS; ++group) {
       uint32_t words[2];
-      if constexpr (FP8)
-        ptx::halves_of_e4m3(ptx::e4m3x4(s[group][0], s[group][1], s[group][2], s[group][3]), words[0], words[1]);
-      else
-        words[0] = word_of<T>(s[group][0], s[group][1]), words[1] = word_of<T>(s[group][2], s[group][3]);
+      pack(s[group], words);
       // transposed, token g's queries 2c and 2c + 1 are query g's tokens 2c and 2c + 1
 #pragma unroll
       for (int i = 0; i < 2; ++i)
@@ -228,14 +241,6 @@ struct TokenRows : RunningSums<DIM / WGMMA_ROWS, GROUPS> {
     } else {
       mma_halves<T>(d, a, b[0], b[1]);
     }
-  }
-
-  // Makes values of a block zero that are not finite. Called by all decoders.
-  __device__ static void remove_nonfinite(uint8_t* v) {
-    uint32_t* const words = reinterpret_cast<uint32_t*>(v);
-#pragma unroll 1
-    for (int i = threadIdx.x; i < TOKENS * ROW_BYTES / 4; i += DECODERS) words[i] = finite_elements<std::conditional_t<FP8, uint8_t, T>>(words[i]);
-    ptx::fence_proxy_async();  // TMA writes there next
   }
 
   // Vᵀ of 16 tokens and the lane's channels, as A operands: rows g and g + 8 of operand t are channels 2 t and 2 t + 1
