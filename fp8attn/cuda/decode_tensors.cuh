@@ -113,12 +113,20 @@ __device__ void load_token_blocks(const DecodeParams& p, DecodeTensorsStorage<C>
 template <typename T, int DIM, int HEIGHT>
 __device__ void copy_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, TokenBlocks>& tile, uint8_t* to) {
   constexpr int PANEL = 128, CHUNKS = DIM * sizeof(T) / 16;
+  static_assert(DECODERS % CHUNKS == 0);
+  constexpr int TOGETHER = HEIGHT * CHUNKS / DECODERS < 8 ? HEIGHT * CHUNKS / DECODERS : 8;  // loads in flight
 #pragma unroll 1
-  for (int i = threadIdx.x; i < tile.height(p) * CHUNKS; i += DECODERS) {
-    const int index = i / CHUNKS, byte = i % CHUNKS * 16;
-    const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + index);
-    const uint4 chunk = row.real ? *reinterpret_cast<const uint4*>(query_at<T>(p, tile.batch, row) + byte / sizeof(T)) : uint4{};
-    *reinterpret_cast<uint4*>(to + byte / PANEL * HEIGHT * PANEL + ptx::swizzled<PANEL>(index, byte % PANEL)) = chunk;
+  for (int first = threadIdx.x; first < tile.height(p) * CHUNKS; first += TOGETHER * DECODERS) {
+    uint4 found[TOGETHER];
+    const auto for_each = [&](auto&& f) {
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) f(found[i], (first + i * DECODERS) / CHUNKS, first % CHUNKS * 16);
+    };
+    for_each([&](uint4& chunk, int index, int byte) {
+      const QueryRow row(p, tile.row, tile.kv_head, tile.first_row() + index);
+      chunk = index < tile.height(p) && row.real ? *reinterpret_cast<const uint4*>(query_at<T>(p, tile.batch, row) + byte / sizeof(T)) : uint4{};
+    });
+    for_each([&](const uint4& chunk, int index, int byte) { *reinterpret_cast<uint4*>(to + byte / PANEL * HEIGHT * PANEL + ptx::swizzled<PANEL>(index, byte % PANEL)) = chunk; });
   }
 }
 

@@ -276,7 +276,6 @@ BY_TOKEN_MUTANTS = {
 }
 
 MANY_MUTANTS = {
-    "a ticket for all row tiles": ("tile/paged_parts.h", " + tile.row_tile / TILES_OF_TICKET;", ";"),
     "sums of another unit": ("tile/many_rows.h", "of[i] *= kept[i / 2];", ";"),
     "l of another unit": ("tile/many_rows.h", "fmaf(l[h], kept[h], sum)", "l[h] + sum"),
     "a largest score of a lane": ("tile/many_rows.h", "x = op(x, __shfl_xor_sync(~0u, x, 1));", ""),
@@ -298,7 +297,7 @@ MANY_MUTANTS = {
         "exchange.nonfinite[turn][threadIdx.x / 32] = false;",
     ),
     "of tokens 8 rows on": ("tile/many_rows.h", "exchange.of_token[turn][f.row + 8] = nan[2] != 0.0f", "exchange.of_token[turn][f.row + 8] = false"),
-    "tokens that nobody sees": ("decode_tensors.cuh", "remove_nonfinite(shared.v[stage]);", "any_nonfinite;"),
+    "tokens that nobody sees": ("decode_tensors.cuh", "TokenRows<T, C.head_dim, C.fp8, 1>::remove_nonfinite(shared.v[stage]);", ";"),
     "rows of masked blocks": ("decode_tensors.cuh", "first >= by_all.first && first + TOKENS - 1 <= by_all.last", "true"),
     "the next tile's first row": (
         "decode_tensors.cuh",
@@ -311,7 +310,6 @@ MANY_MUTANTS = {
     "V's scale of no token": ("tile/many_rows.h", "x *= fabsf(of_token) <= -NOTHING ? of_token : 0.0f", "x *= 1.0f"),
     "P's scale of the block before": ("tile/many_rows.h", "kept[h] = before * inverse,", "kept[h] = before,"),
     "a scale that is forgotten": ("tile/many_rows.h", "of[i] *= scale[i / 2];", "of[i] *= 1.0f / UNIT;"),
-    "stages released before values are multiplied": ("decode_tensors.cuh", "if constexpr (!C.fp8) rows.finish_products();", ""),
 }
 """Mutants that only many rows show."""
 
@@ -371,22 +369,22 @@ MANY_CASES = {
         2,
     ),
     "by token": (replace(BY_TOKEN, lengths=(420, 70), queries=16, kv_heads=1, seed=4), 2),
-    "bf16": (replace(HALF, lengths=(420, 70), queries=16, kv_heads=1), 1),
+    "bf16": (replace(HALF, lengths=(420, 70), queries=16, kv_heads=1, **WIDE), 1),
     "six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
 }
 """What mutants of many rows are shown, with the number of SMs."""
 
 
 def many_calls_are_right(libraries: dict[decode_tensors.DecodeTensorsConfig, build.Library]) -> None:
-    """Also with a value that is not finite, which some queries see, or none; and with pages that aren't there."""
+    """Also with values that are not finite, which all queries of a row see, or some; and with a page that isn't there."""
     for case, sms in MANY_CASES.values():
         library = libraries[config_of(case)]
         check(library, case, torch.device("cpu"), sms)
-        call = replace(case, lengths=(90, 90)).call(torch.device("cpu"))
+        call = replace(case, lengths=(90,) * 4).call(torch.device("cpu"))
         bits = call.cache.v.view(torch.uint8 if case.dtype == E4M3 else torch.int16)
-        for token in (20, 28, 85):
-            bits[int(call.batch.page_table[1, token // 16]), token % 16, 0, 7] = 0xFF if case.dtype == E4M3 else 0x7FC0
-        call.batch.page_table[0, 1] = -1
+        for row, token in enumerate((20, 28, 85)):
+            bits[int(call.batch.page_table[row, token // 16]), token % 16, 0, 7] = 0xFF if case.dtype == E4M3 else 0x7FC0
+        call.batch.page_table[3, 1] = -1
         assert_close(attend(library, call, replace(H100, sm_count=2)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
 
 

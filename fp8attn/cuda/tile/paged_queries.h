@@ -37,7 +37,11 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     if (index < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
     return chunk;
   };
-  Chunk<T> chunk = load(mine);  // in flight together with the mean
+  constexpr bool MANY = HEIGHT >= 64;  // whose loads are all in flight together, where few rows take registers from nobody
+  constexpr int AT_ONCE = DECODERS * CHUNK / DIM, TURNS = MANY ? (HEIGHT + AT_ONCE - 1) / AT_ONCE : 1;
+  Chunk<T> chunks[TURNS];  // in flight together with the mean
+#pragma unroll
+  for (int turn = 0; turn < TURNS; ++turn) chunks[turn] = load(mine + turn * AT_ONCE);
   alignas(16) float mean[CHUNK] = {};
   if (has_mean) {
     const float* from = p.k_mean + (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + team.channel;
@@ -47,8 +51,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
   const TeamRotation rotation(p.part, team, p.inverse_part);
   const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
   rotation.unrotate(mean);  // over `unit`, which is a power of two
-#pragma unroll 1
-  for (; mine - above < rows; mine += DECODERS / team.lanes, chunk = load(mine)) {
+  const auto quantize = [&](const Chunk<T>& chunk) {
     float x[CHUNK], sum = 0.0f;
     chunk.floats(x);
 #pragma unroll
@@ -59,13 +62,21 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     const bool has_nan = team.any(rotated.has_nan());
     const uint2 of_chunk = {codes_of<INT8>(rotated.y, inverse), codes_of<INT8>(rotated.y + 4, inverse)};
     const float kept = largest > 0.0f ? scale * unit : 1.0f;
-    if (mine >= rows) continue;
+    if (mine >= rows) return;
     uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
     *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;
     if (team.member == 0) {
       row_scale[mine] = has_nan ? NAN : kept * p.score_scale;
       if (mean_score != nullptr) mean_score[mine] = sum * unit * p.score_scale;
     }
+  };
+  if constexpr (MANY) {
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn, mine += AT_ONCE)
+      if (mine - above < rows) quantize(chunks[turn]);
+  } else {
+#pragma unroll 1
+    for (; mine - above < rows; mine += AT_ONCE, chunks[0] = load(mine)) quantize(chunks[0]);
   }
 }
 
