@@ -22,11 +22,12 @@ constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of K in a pa
 
 // Quantizes the rows of a tile. Called by all decoders. `codes`: panels of HEIGHT rows, with TMA's swizzle. Sets the
 // scales of the rows, times p.score_scale; NaN if a query is not finite. Sets `mean_score`, unless it is null, to what
-// K's mean adds to the rows' scores, which is nothing if not `has_mean`.
+// K's mean adds to the rows' scores, which is nothing if not `has_mean`. `room`: of shared memory for the queries as they
+// came, so that all of many rows are loaded at once; or null.
 template <typename T, int DIM, bool INT8, int HEIGHT, typename Blocks>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, Blocks>& tile, bool has_mean, uint8_t* codes, float (&row_scale)[HEIGHT],
-                                 float* mean_score) {
-  constexpr int PANEL = KEY_PANEL<DIM>;
+                                 float* mean_score, uint4* room = nullptr) {
+  constexpr int PANEL = KEY_PANEL<DIM>, AT_ONCE = DECODERS * CHUNK / DIM, TURNS = HEIGHT / AT_ONCE;  // rows of all teams
   const RowTeam team(DIM);
   const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
   int mine = threadIdx.x / team.lanes;
@@ -37,11 +38,23 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     if (index < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
     return chunk;
   };
-  constexpr bool MANY = HEIGHT >= 64;  // whose loads are all in flight together, where few rows take registers from nobody
-  constexpr int AT_ONCE = DECODERS * CHUNK / DIM, TURNS = MANY ? (HEIGHT + AT_ONCE - 1) / AT_ONCE : 1;
-  Chunk<T> chunks[TURNS];  // in flight together with the mean
+  if (room != nullptr) {
+    Chunk<T> chunks[TURNS];
 #pragma unroll
-  for (int turn = 0; turn < TURNS; ++turn) chunks[turn] = load(mine + turn * AT_ONCE);
+    for (int turn = 0; turn < TURNS; ++turn) chunks[turn] = load(mine + turn * AT_ONCE);
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+      const auto& words = chunks[turn].words;
+      room[turn * DECODERS + threadIdx.x] = {words[0], words[1], words[2], words[3]};
+    }
+  }
+  const auto chunk_of = [&](int index) {
+    if (room == nullptr) return load(index);
+    Chunk<T> chunk;
+    if (index < HEIGHT) chunk.template load<true>(reinterpret_cast<const T*>(room + index / AT_ONCE * DECODERS + threadIdx.x));
+    return chunk;
+  };
+  Chunk<T> chunk = chunk_of(mine);  // in flight together with the mean
   alignas(16) float mean[CHUNK] = {};
   if (has_mean) {
     const float* from = p.k_mean + (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + team.channel;
@@ -51,7 +64,8 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
   const TeamRotation rotation(p.part, team, p.inverse_part);
   const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
   rotation.unrotate(mean);  // over `unit`, which is a power of two
-  const auto quantize = [&](const Chunk<T>& chunk) {
+#pragma unroll 1
+  for (; mine - above < rows; mine += AT_ONCE, chunk = chunk_of(mine)) {
     float x[CHUNK], sum = 0.0f;
     chunk.floats(x);
 #pragma unroll
@@ -62,21 +76,13 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     const bool has_nan = team.any(rotated.has_nan());
     const uint2 of_chunk = {codes_of<INT8>(rotated.y, inverse), codes_of<INT8>(rotated.y + 4, inverse)};
     const float kept = largest > 0.0f ? scale * unit : 1.0f;
-    if (mine >= rows) return;
+    if (mine >= rows) continue;
     uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
     *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;
     if (team.member == 0) {
       row_scale[mine] = has_nan ? NAN : kept * p.score_scale;
       if (mean_score != nullptr) mean_score[mine] = sum * unit * p.score_scale;
     }
-  };
-  if constexpr (MANY) {
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn, mine += AT_ONCE)
-      if (mine - above < rows) quantize(chunks[turn]);
-  } else {
-#pragma unroll 1
-    for (; mine - above < rows; mine += AT_ONCE, chunks[0] = load(mine)) quantize(chunks[0]);
   }
 }
 
