@@ -188,10 +188,8 @@ __device__ void begin_tile(const DecodeParams& p, DecodeTensorsStorage<C>& share
   const TokenTilesOf<C>& tile = shared.tiles[turn];
   int thread = threadIdx.x;
   compute_late(thread);
-  uint4* room = nullptr;
-  if constexpr (has_many<C>) room = reinterpret_cast<uint4*>(shared.exchange.v);
   if constexpr (C.fp8)
-    quantize_queries<T, C.head_dim, false>(p, tile, false, shared.q, shared.row_scale, nullptr, room);
+    quantize_queries<T, C.head_dim, false>(p, tile, false, shared.q, shared.row_scale, nullptr);
   else
     copy_queries<T, C.head_dim>(p, tile, shared.q);
   if (thread < C.rows) {

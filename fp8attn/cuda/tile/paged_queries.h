@@ -22,12 +22,11 @@ constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of K in a pa
 
 // Quantizes the rows of a tile. Called by all decoders. `codes`: panels of HEIGHT rows, with TMA's swizzle. Sets the
 // scales of the rows, times p.score_scale; NaN if a query is not finite. Sets `mean_score`, unless it is null, to what
-// K's mean adds to the rows' scores, which is nothing if not `has_mean`. `room`: of shared memory for the queries as they
-// came, so that all of many rows are loaded at once; or null.
+// K's mean adds to the rows' scores, which is nothing if not `has_mean`.
 template <typename T, int DIM, bool INT8, int HEIGHT, typename Blocks>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, Blocks>& tile, bool has_mean, uint8_t* codes, float (&row_scale)[HEIGHT],
-                                 float* mean_score, uint4* room = nullptr) {
-  constexpr int PANEL = KEY_PANEL<DIM>, AT_ONCE = DECODERS * CHUNK / DIM, TURNS = HEIGHT / AT_ONCE;  // rows of all teams
+                                 float* mean_score) {
+  constexpr int PANEL = KEY_PANEL<DIM>;
   const RowTeam team(DIM);
   const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
   int mine = threadIdx.x / team.lanes;
@@ -38,23 +37,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
     if (index < rows && row.real) chunk.template load<true>(query_at<T>(p, tile.batch, row) + team.channel);
     return chunk;
   };
-  if (room != nullptr) {
-    Chunk<T> chunks[TURNS];
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) chunks[turn] = load(mine + turn * AT_ONCE);
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-      const auto& words = chunks[turn].words;
-      room[turn * DECODERS + threadIdx.x] = {words[0], words[1], words[2], words[3]};
-    }
-  }
-  const auto chunk_of = [&](int index) {
-    if (room == nullptr) return load(index);
-    Chunk<T> chunk;
-    if (index < HEIGHT) chunk.template load<true>(reinterpret_cast<const T*>(room + index / AT_ONCE * DECODERS + threadIdx.x));
-    return chunk;
-  };
-  Chunk<T> chunk = chunk_of(mine);  // in flight together with the mean
+  Chunk<T> chunk = load(mine);  // in flight together with the mean
   alignas(16) float mean[CHUNK] = {};
   if (has_mean) {
     const float* from = p.k_mean + (int64_t(tile.row.sequence) * p.kv_heads + tile.kv_head) * DIM + team.channel;
@@ -65,7 +48,7 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
   const float unit = p.part > 0 ? p.part : 1.0f, zeros[CHUNK] = {};
   rotation.unrotate(mean);  // over `unit`, which is a power of two
 #pragma unroll 1
-  for (; mine - above < rows; mine += AT_ONCE, chunk = chunk_of(mine)) {
+  for (; mine - above < rows; mine += DECODERS / team.lanes, chunk = load(mine)) {
     float x[CHUNK], sum = 0.0f;
     chunk.floats(x);
 #pragma unroll
