@@ -293,6 +293,22 @@ struct SeenByAll {
   }
 };
 
+// Whether a row of queries in half precision is finite, by the four lanes that have it: -inf would hide keys. `q`: as
+// copy_queries has written it.
+template <DecodeTensorsConfig C, typename T>
+__device__ bool is_finite_row(const uint8_t* q, int row) {
+  constexpr int PANEL = 128, BYTES = C.head_dim * sizeof(T);
+  bool finite = true;
+#pragma unroll
+  for (int from = 0; from < BYTES; from += 4 * 16) {
+    const int byte = from + threadIdx.x % 4 * 16;
+    const uint4 chunk = *reinterpret_cast<const uint4*>(q + byte / PANEL * C.rows * PANEL + ptx::swizzled<PANEL>(row, byte % PANEL));
+    for (uint32_t word : {chunk.x, chunk.y, chunk.z, chunk.w}) finite &= finite_elements<T>(word) == word;
+  }
+  const uint32_t lanes = __ballot_sync(~0u, finite) >> (threadIdx.x % 32 / 4 * 4);
+  return (lanes & 15) == 15;
+}
+
 // Stores the output and LSE of many rows, or partial results.
 template <DecodeTensorsConfig C, typename Rows>
 __device__ void store_many_rows(const DecodeParams& p, const DecodeTensorsStorage<C>& shared, const TokenTilesOf<C>& tile, const Rows& rows, float restore, Fragment f) {
@@ -345,6 +361,9 @@ __device__ __forceinline__ void attend_to_blocks_of_many(const DecodeParams& p, 
       const int mine = f.row + 8 * h;
       const float sink = sink_of(p, tile, mine, shared.seen[mine]);
       if (shared.seen[mine].y >= p.capacity) rows.l[h] = NAN;  // tokens that the page table has no place for
+      if constexpr (!C.fp8) {
+        if (!is_finite_row<C, T>(shared.q, mine) && shared.seen[mine].y >= 0) rows.l[h] = NAN;
+      }
       if (sink != -INFINITE) rows.add_sink(h, sink, f.column == 0);
       factor[h] = scale_of_row<C>(p, shared, of_all, mine);
     }

@@ -145,6 +145,20 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(case: Case, what: str, 
     assert_close(actual, expected, case.dtype, has_fp8_sums(call))
 
 
+@pytest.mark.parametrize("queries", (3, 12), ids=("few rows", "many rows"))
+@pytest.mark.parametrize("case", (FP8, HALF), ids=("e4m3", "bf16"))
+def test_an_infinite_query_hides_nothing(case: Case, queries: int, backend: str, device: torch.device) -> None:
+    """All of its scores are -inf, as those of keys that it doesn't see."""
+    case = replace(case, lengths=(150, 70), queries=queries)
+    call = case.call(place_of(backend, device))
+    if case.dtype != E4M3:
+        call.cache.k.abs_()
+    call.q[0, 4, 1, 5] = -torch.inf
+    actual = attend(library_of(backend, case), call, replace(H100, sm_count=2))
+    assert bool(actual[0][0, 4, 1].isnan().all()) and int(actual[1].isnan().sum()) == 1
+    assert_close(actual, paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype, has_fp8_sums(call))
+
+
 @pytest.mark.parametrize("queries", (8, 29))
 def test_many_rows_that_do_not_depend_on_other_rows(queries: int, backend: str, device: torch.device) -> None:
     """By tiles of fewer rows."""
@@ -276,6 +290,7 @@ BY_TOKEN_MUTANTS = {
 }
 
 MANY_MUTANTS = {
+    "queries that are not finite": ("decode_tensors.cuh", "if (!is_finite_row<C, T>(shared.q, mine) && shared", "if (false && shared"),
     "sums of another unit": ("tile/many_rows.h", "of[i] *= kept[i / 2];", ";"),
     "l of another unit": ("tile/many_rows.h", "fmaf(l[h], kept[h], sum)", "l[h] + sum"),
     "a largest score of a lane": ("tile/many_rows.h", "x = op(x, __shfl_xor_sync(~0u, x, 1));", ""),
@@ -376,7 +391,8 @@ MANY_CASES = {
 
 
 def many_calls_are_right(libraries: dict[decode_tensors.DecodeTensorsConfig, build.Library]) -> None:
-    """Also with values that are not finite, which all queries of a row see, or some; and with a page that isn't there."""
+    """Also with values that are not finite, which all queries of a row see, or some; with a page that isn't there; and with
+    an infinite query."""
     for case, sms in MANY_CASES.values():
         library = libraries[config_of(case)]
         check(library, case, torch.device("cpu"), sms)
@@ -386,6 +402,11 @@ def many_calls_are_right(libraries: dict[decode_tensors.DecodeTensorsConfig, bui
             bits[int(call.batch.page_table[row, token // 16]), token % 16, 0, 7] = 0xFF if case.dtype == E4M3 else 0x7FC0
         call.batch.page_table[3, 1] = -1
         assert_close(attend(library, call, replace(H100, sm_count=2)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
+    library = libraries[config_of(MANY_CASES["bf16"][0])]
+    call = replace(MANY_CASES["bf16"][0], lengths=(90,)).call(torch.device("cpu"))
+    call.cache.k.abs_()
+    call.q[0, 0, 3, 5] = -torch.inf
+    assert_close(attend(library, call, replace(H100, sm_count=1)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), call.cache.k.dtype)
 
 
 def test_the_cases_of_many_rows_are_right() -> None:
