@@ -476,7 +476,7 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
   p.cu_seqlens = address_of<int>(batch[4]);
   p.out = results[0].mutable_data_ptr(), p.lse = results[1].mutable_data_ptr<float>();
   p.parts = results[2].mutable_data_ptr<float>(), p.part_rows = results[3].mutable_data_ptr<float>();
-  p.tickets = results[4].mutable_data_ptr<int>(), p.tickets_of_head = results[4].dim() > 2 ? results[4].size(2) : 1;
+  p.tickets = results[4].mutable_data_ptr<int>(), p.tickets_of_head = 1;
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
   p.batches = batch[0]->size(0), p.q_heads = q.size(1), p.kv_heads = kv_heads, p.q_length = most;
   if (p.cu_seqlens == nullptr) {
@@ -540,12 +540,13 @@ void encode_slots(CUtensorMap& map, const Tensor& x, int64_t rows) {
 // K, V, their scales, and sinks. `most`, `batch`, `results`: as of decode_params_of.
 void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q, const Operands& cache,
                     const Operands& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(numbers.size() == 14 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 14 numbers and 5 tensors of a cache");
+  STD_TORCH_CHECK(numbers.size() == 15 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 15 numbers and 5 tensors of a cache");
   const Tensor &k = *cache[0], &v = *cache[1];
   fp8attn::DecodeParams p = decode_params_of(ctas, most, 0, softmax_scale, q, k.size(2), batch, results);
   p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.part_log = numbers[5], p.softcap = softcap;
-  std::copy_n(&numbers[6], 4, p.k_scale_strides);
-  std::copy_n(&numbers[10], 4, p.v_scale_strides);
+  p.tickets_of_head = numbers[6], p.group_tickets = p.tickets + int64_t(p.batches) * p.kv_heads * p.tickets_of_head;
+  std::copy_n(&numbers[7], 4, p.k_scale_strides);
+  std::copy_n(&numbers[11], 4, p.v_scale_strides);
   check(cudaSetDevice(q.get_device()));  // as in `decode`
   encode_slots(p.k_map, k, p.copied_tokens);
   encode_slots(p.v_map, v, p.copied_tokens);

@@ -123,11 +123,12 @@ def copied_tokens(cache: PagedTensors, batch: PagedBatch) -> int:
     return cache.page if KEY_BLOCK % cache.page == 0 and cache.page >= LEAST_COPY else 0
 
 
-def numbers_of(cache: PagedTensors, batch: PagedBatch, how: Scoring) -> list[int]:
-    """The numbers of DecodeParams that are this kernel's: page, copied_tokens, capacity, left, right, part_log, and
-    the strides of K's and V's scales."""
+def numbers_of(cache: PagedTensors, batch: PagedBatch, how: Scoring, tickets_of_head: int) -> list[int]:
+    """The numbers of DecodeParams that are this kernel's: page, copied_tokens, capacity, left, right, part_log,
+    tickets_of_head, and the strides of K's and V's scales."""
     strides = [stride for x in cache.scales for stride in ((0, 0, 0, 0) if x is None else scale_strides(x))]
-    return [cache.page, copied_tokens(cache, batch), capacity_of(cache, batch), *counted_window(how.window), part_log(batch), *strides]
+    tokens = cache.page, copied_tokens(cache, batch), capacity_of(cache, batch)
+    return [*tokens, *counted_window(how.window), part_log(batch), tickets_of_head, *strides]
 
 
 def part_log(batch: PagedBatch) -> int:

@@ -228,6 +228,7 @@ struct DecodeParams {
   float* parts;               // (places, rows of a tile, D): partial outputs; 2 * ctas places, or as many as there are fixed parts at most
   float* part_rows;           // (places, rows of a tile, 2): their row maxima, and sums of 2^(score - maximum)
   int* tickets;               // (at least B, Hkv, tickets_of_head), zeros between launches: how many parts are stored, 10 bits a row tile
+  int* group_tickets;         // (2 * ctas), zeros at launch: how many parts of a group are stored, by the place of the first one; or null
 
   // Over rows of the batch, heads and queries. Packed queries count from the first row's on: theirs over rows are 0.
   int64_t q_strides[3], table_stride;

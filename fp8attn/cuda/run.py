@@ -408,9 +408,10 @@ def attend_to_tensors(
     blocks, log = decode_tensors.most_blocks(cache, batch), decode_tensors.part_log(batch)
     places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch, config.rows), blocks, log)
     out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
-    tickets = q.new_zeros(batch.page_table.shape[0], kv_heads, decode.tickets_of_head(config, q, kv_heads, batch), dtype=torch.int32)
+    of_head = decode.tickets_of_head(config, q, kv_heads, batch)
+    tickets = q.new_zeros(batch.page_table.shape[0] * kv_heads * of_head + 2 * ctas, dtype=torch.int32)  # of heads, and of groups of parts
     library.operators.decode_tensors.default(
-        library.launchers[config], ctas, batch.most_queries(q), decode_tensors.numbers_of(cache, batch, how), how.softmax_scale, how.softcap, q,
+        library.launchers[config], ctas, batch.most_queries(q), decode_tensors.numbers_of(cache, batch, how, of_head), how.softmax_scale, how.softcap, q,
         [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()), [out, lse, *parts, tickets],
     )  # fmt: skip
     return out, lse

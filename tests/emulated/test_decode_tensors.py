@@ -54,6 +54,8 @@ CASES = {
     "many rows, 128 channels, soft cap": (replace(FP8, lengths=(200, 90), softcap=3.0, queries=16, layout="both in a page", **WIDE), 2),
     "many rows, three row tiles": (replace(FP8, lengths=(300, 90), queries=50, scales=("tensor", "row"), **WIDE), 3),
     "many rows, six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
+    "many rows, groups of parts": (replace(FP8, lengths=(64 * 24, 100), queries=16, kv_heads=1, **WIDE), 7),
+    "many rows, bf16, groups of parts": (replace(HALF, lengths=(64 * 24,), queries=9, kv_heads=1), 10),
     "many rows, some queries": (replace(FP8, ragged=True, lengths=(400, 140, 20), queries=16), 2),
     "many parts": (replace(HALF, lengths=(64 * 30, 5), queries=1), 40),
     "equal lengths": (replace(FP8, lengths=(300, 300)), 10),
@@ -171,8 +173,9 @@ def test_many_rows_that_do_not_depend_on_other_rows(queries: int, backend: str, 
 
 
 @pytest.mark.parametrize("case", (FP8, HALF), ids=("e4m3", "bf16"))
-def test_numbers_out_of_range_are_no_indices(case: Case, backend: str, device: torch.device) -> None:
-    case = replace(case, lengths=(140,) * 5, queries=4)
+@pytest.mark.parametrize("queries", (4, 8), ids=("few rows", "many rows"))
+def test_numbers_out_of_range_are_no_indices(case: Case, queries: int, backend: str, device: torch.device) -> None:
+    case = replace(case, lengths=(140,) * 5, queries=queries)
     call = case.call(place_of(backend, device))
     table, lengths = call.batch.page_table.clone(), call.batch.lengths.clone()
     table[1, 3] = call.cache.k.shape[0]
@@ -290,6 +293,8 @@ BY_TOKEN_MUTANTS = {
 }
 
 MANY_MUTANTS = {
+    "sums of a group forgotten": ("tile/paged_parts.h", "rows_of_all[place + mine] = {largest, of_mine};", ";"),
+    "parts in place of groups": ("tile/paged_parts.h", "step = final && grouped ? GROUP : 1;", "step = 1;"),
     "queries that are not finite": ("decode_tensors.cuh", "if (!is_finite_row<C, T>(shared.q, mine) && shared", "if (false && shared"),
     "sums of another unit": ("tile/many_rows.h", "of[i] *= kept[i / 2];", ";"),
     "l of another unit": ("tile/many_rows.h", "fmaf(l[h], kept[h], sum)", "l[h] + sum"),
@@ -386,6 +391,7 @@ MANY_CASES = {
     "by token": (replace(BY_TOKEN, lengths=(420, 70), queries=16, kv_heads=1, seed=4), 2),
     "bf16": (replace(HALF, lengths=(420, 70), queries=16, kv_heads=1, **WIDE), 1),
     "six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
+    "groups of parts": (replace(FP8, lengths=(64 * 20,), queries=9, kv_heads=1), 10),
 }
 """What mutants of many rows are shown, with the number of SMs."""
 

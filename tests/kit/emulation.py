@@ -181,7 +181,7 @@ class DecodeParams(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("k", "v", "recent_k", "recent_v", "q")),
         *((name, ctypes.c_void_p) for name in ("k_scale", "v_page_scale", "k_mean", "v_mean", "v_scale")),
         *((name, ctypes.c_void_p) for name in ("page_table", "lengths", "counts", "sequences", "cu_seqlens")),
-        *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "part_rows", "tickets")),
+        *((name, ctypes.c_void_p) for name in ("out", "lse", "parts", "part_rows", "tickets", "group_tickets")),
         ("q_strides", ctypes.c_int64 * 3),
         ("table_stride", ctypes.c_int64),
         ("out_strides", ctypes.c_int * 3),
@@ -636,7 +636,7 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
     p.tiles_of_group, p.ctas_of_group = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
     p.ctas_of_group_inverse = -(-(1 << 16) // p.ctas_of_group)
     p.ctas, p.part_height, p.inverse_part = ctas, results[2].size(1), 1.0
-    p.tickets_of_head = results[4].size(2) if results[4].dim() > 2 else 1
+    p.tickets_of_head = 1
     p.score_scale, p.out_type, p.half = softmax_scale * 1.4426950408889634, TYPES[results[0].dtype], q.dtype == torch.float16
     return p
 
@@ -665,7 +665,8 @@ def decode_tensors_params(ctas: int, most: int, numbers, softmax_scale: float, s
     k, v = cache[:2]
     maps = b"".join(_slots_map(x, numbers[1]) for x in (k, v)) + bytes(2 * MAP)
     p = _decode_params_of((ctas, most, softmax_scale, k.size(2)), q, maps, tensors, batch, results)
-    p.page, p.copied_tokens, p.capacity, p.left, p.right, p.part_log, *strides = numbers
+    p.page, p.copied_tokens, p.capacity, p.left, p.right, p.part_log, p.tickets_of_head, *strides = numbers
+    p.group_tickets = p.tickets + 4 * p.batches * p.kv_heads * p.tickets_of_head
     p.softcap = softcap
     p.k_scale_strides, p.v_scale_strides = (ctypes.c_int64 * 4)(*strides[:4]), (ctypes.c_int64 * 4)(*strides[4:])
     p.every_page, p.every_sequence = k.size(0), p.batches

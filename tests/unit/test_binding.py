@@ -243,8 +243,9 @@ def test_params_of_decode_are_as_described(recorder: Recorder, dtype: torch.dtyp
         foreign.Case(page=16, layout="both in a row", sinks=True, query_dtype=torch.bfloat16),
         foreign.Case(page=128, scales=("token", "token"), layout="heads first", window=(70, 3), ragged=True, dim=128, value_dim=128),
         foreign.Case(page=64, dtype=torch.bfloat16, layout="both in a page", kv_heads=1, dim=256, value_dim=256),
+        foreign.Case(queries=70, query_dtype=torch.bfloat16),
     ),
-    ids=("e4m3", "by token", "bf16"),
+    ids=("e4m3", "by token", "bf16", "many rows"),
 )
 def test_params_of_decode_from_tensors_are_as_described(recorder: Recorder, case: foreign.Case) -> None:
     call = case.call(torch.device("cpu"))
@@ -256,7 +257,9 @@ def test_params_of_decode_from_tensors_are_as_described(recorder: Recorder, case
         out, lse = run.attend_to_tensors(call.q, call.cache, call.batch, call.how, H100, torch.float32)
     assert out.shape == call.q.shape and out.is_contiguous() and lse.shape == call.q.shape[:3]
     buffer = ctypes.create_string_buffer(recorder.library.decode_params_size())
-    assert recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode_tensors.choose(call.cache), H100)
+    assert (
+        recorder.library.recorded_decode(buffer) == told.arguments[1] == decode.ctas_of(decode_tensors.choose(call.q, call.cache, call.batch), H100)
+    )
     expected = bytes(emulation.decode_tensors_params(*told.arguments[1:]))
     assert buffer.raw[: len(expected)] == expected
 

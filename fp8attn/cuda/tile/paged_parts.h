@@ -79,21 +79,32 @@ struct TileParts {
   __device__ int place(int part) const { return fixed ? first + part : 2 * (first + part) + (part == 0); }
 };
 
-// Whether the CTA is the last one of `count` to have stored its part of a tile. Called by all decoders.
-template <typename Storage, int HEIGHT, typename Blocks>
-__device__ bool is_last_part(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, int count) {
-  constexpr int TICKET_BITS = 10;  // more than there are CTAs, or fixed parts
-  ptx::warpgroup_sync(1);
-  if (threadIdx.x == 0) {
-    int* ticket = p.tickets + (tile.batch * p.kv_heads + tile.kv_head) * p.tickets_of_head + tile.row_tile / TILES_OF_TICKET;
-    const int shift = TICKET_BITS * (tile.row_tile % TILES_OF_TICKET);
-    // releases the CTA's part, which its threads have stored before the barrier, and acquires the others'
-    shared.is_last = (ptx::add_acq_rel(ticket, 1 << shift) >> shift & ((1 << TICKET_BITS) - 1)) == count - 1;
-    if (shared.is_last) atomicAdd(ticket, int(0u - (uint32_t(count) << shift)));
+// Where a ticket counts, and how many of its bits are before.
+struct Ticket {
+  static constexpr int BITS = 10;  // more than there are CTAs, or fixed parts
+  int* address;
+  int shift;
+
+  // Of all parts of a tile.
+  template <typename Tile>
+  __device__ Ticket(const DecodeParams& p, const Tile& tile)
+      : address(p.tickets + (tile.batch * p.kv_heads + tile.kv_head) * p.tickets_of_head + tile.row_tile / TILES_OF_TICKET), shift(BITS * (tile.row_tile % TILES_OF_TICKET)) {}
+
+  __device__ explicit Ticket(int* of_group) : address(of_group), shift(0) {}
+
+  // Whether the CTA is the last one of `count` to take it. Releases what its threads have stored before, and acquires
+  // what those of the others have. Called by all decoders.
+  template <typename Storage>
+  __device__ bool is_last(Storage& shared, int count) const {
+    ptx::warpgroup_sync(1);
+    if (threadIdx.x == 0) {
+      shared.is_last = (ptx::add_acq_rel(address, 1 << shift) >> shift & ((1 << BITS) - 1)) == count - 1;
+      if (shared.is_last) atomicAdd(address, int(0u - (uint32_t(count) << shift)));
+    }
+    ptx::warpgroup_sync(1);
+    return shared.is_last;
   }
-  ptx::warpgroup_sync(1);
-  return shared.is_last;
-}
+};
 
 // Adds the parts of a tile that several CTAs share, in the order of the keys, in the last CTA that has stored its part.
 // `shared` has the `shares` of all CTAs, and room for `is_last`. Called by all decoders. Not inlined: its loads would
@@ -109,7 +120,7 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
   const float2* const rows_of_parts = reinterpret_cast<const float2*>(p.part_rows);
   const float* const own_channels = p.parts + WIDTH * lane;
   const int height = p.part_height;
-  if (!is_last_part(p, shared, tile, of_tile.count)) return;
+  if (!Ticket(p, tile).is_last(shared, of_tile.count)) return;
 #pragma unroll 1
   for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODER_WARPS) {
     float largest = -INFINITE, sum = 0.0f, o[LOADS][WIDTH] = {};
@@ -173,91 +184,111 @@ struct LargeParts {
   float sums[2][HEIGHT];        // of two threads of a row
 };
 
-// The same of tiles of 64 rows, whose parts are large: all threads load a part together, and several parts at a time,
-// where a warp would have one row after another.
+// The same of tiles of 64 rows, whose parts are large. All threads load a part together, and several parts at a time,
+// where a warp would have one row after another. Of more than GROUP parts, each GROUP are added by the last CTA among
+// theirs, and the sums by the last one of these. Parts aren't fixed.
 template <int DIM, typename Storage, int HEIGHT, typename Blocks, int SOME>
 __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT, SOME>& large) {
-  constexpr int OF_THREAD = SOME / 2;                                   // parts whose m and sums a thread has
-  constexpr int WIDTH = 4, OWN = 8, TOGETHER = 3;                       // floats of a load; loads of a part in a pass; parts that are loaded together
-  constexpr int EVERY = DECODERS * WIDTH;                               // floats of all threads' loads
+  constexpr int GROUP = 8;                         // a power of two
+  constexpr int OF_THREAD = SOME / 2;              // parts whose m and sums a thread has
+  constexpr int WIDTH = 4, OWN = 8, TOGETHER = 3;  // floats of a load; loads of a part in a pass; parts that are loaded together
+  constexpr int EVERY = DECODERS * WIDTH;          // floats of all threads' loads
   static_assert(DECODERS == 2 * HEIGHT && HEIGHT * DIM % (OWN * EVERY) == 0);
   const TileParts of_tile(p, shared.shares, tile);
-  if (!is_last_part(p, shared, tile, of_tile.count)) return;
-  const int height = tile.height(p), mine = threadIdx.x % HEIGHT, half = threadIdx.x / HEIGHT;
-  const float* const parts_of_tile = p.parts + int64_t(of_tile.place(0)) * p.part_height * DIM;
-  const float2* const rows_of_tile = reinterpret_cast<const float2*>(p.part_rows) + of_tile.place(0) * p.part_height;
-  const int next = (of_tile.place(1) - of_tile.place(0)) * p.part_height, apart = of_tile.apart() * p.part_height;
-  const auto row_of_part = [&](int part) { return part == 0 ? 0 : next + (part - 1) * apart; };  // counted from those of the first one
+  const int height = tile.height(p), mine = threadIdx.x % HEIGHT, half = threadIdx.x / HEIGHT, row_pitch = p.part_height;
+  float* const parts_of_all = p.parts;
+  float2* const rows_of_all = reinterpret_cast<float2*>(p.part_rows);
+  const bool grouped = of_tile.count > GROUP;
+  const int group = (int(blockIdx.x) - of_tile.first) / GROUP * GROUP;  // its first part
 #pragma unroll 1
-  for (int pass = 0; pass < HEIGHT * DIM; pass += OWN * EVERY) {
-    const int first = pass + WIDTH * threadIdx.x;
-    float largest = -INFINITE, sum = 0.0f, o[OWN][WIDTH] = {};  // of row `mine`, and of the thread's loads
+  for (int level = grouped ? 0 : 1; level < 2; ++level) {
+    const bool final = level == 1;
+    const int first_part = final ? 0 : group, step = final && grouped ? GROUP : 1;
+    const int count = !final ? min(of_tile.count - group, GROUP) : grouped ? (of_tile.count + GROUP - 1) / GROUP : of_tile.count;
+    const Ticket ticket = final ? Ticket(p, tile) : Ticket(p.group_tickets + of_tile.place(group));
+    if (!ticket.is_last(shared, count)) return;
+    const auto row_of_part = [&](int i) { return of_tile.place(first_part + i * step) * row_pitch; };
 #pragma unroll 1
-    for (int from = 0; from < of_tile.count; from += SOME) {
-      const int parts = min(of_tile.count - from, SOME);
-      float2 found[OF_THREAD];
-#pragma unroll
-      for (int i = 0; i < OF_THREAD; ++i) {
-        const int part = 2 * i + half;
-        found[i] = part < parts && mine < height ? __ldcg(rows_of_tile + row_of_part(from + part) + mine) : float2{-INFINITE, 0.0f};
-      }
-      ptx::warpgroup_sync(1);  // nobody reads weights any more
-#pragma unroll
-      for (int i = 0; i < OF_THREAD; ++i) large.weights[2 * i + half][mine] = found[i].x;
-      ptx::warpgroup_sync(1);
-      float m = largest;
-#pragma unroll
-      for (int i = 0; i < SOME; ++i) m = fmaxf(m, large.weights[i][mine]);
-      ptx::warpgroup_sync(1);
-      const float base = finite_or_zero(m), kept = ptx::exp2_approx(largest - base);
-      sum *= kept, largest = m;
-#pragma unroll
-      for (int i = 0; i < OF_THREAD; ++i) {
-        const float weight = ptx::exp2_approx(found[i].x - base);
-        large.weights[2 * i + half][mine] = weight, sum = fmaf(weight, found[i].y, sum);
-      }
-      if (half == 0) large.sums[0][mine] = kept;
-      ptx::warpgroup_sync(1);
-#pragma unroll
-      for (int j = 0; j < OWN; ++j)
-#pragma unroll
-        for (int k = 0; k < WIDTH; ++k) o[j][k] *= large.sums[0][(first + j * EVERY) / DIM];
+    for (int pass = 0; pass < HEIGHT * DIM; pass += OWN * EVERY) {
+      const int first = pass + WIDTH * threadIdx.x;
+      float largest = -INFINITE, sum = 0.0f, o[OWN][WIDTH] = {};  // of row `mine`, and of the thread's loads
 #pragma unroll 1
-      for (int i = 0; i < parts; i += TOGETHER) {
-        float4 loads[TOGETHER][OWN];
+      for (int from = 0; from < count; from += SOME) {
+        const int parts = min(count - from, SOME);
+        float2 found[OF_THREAD];
 #pragma unroll
-        for (int t = 0; t < TOGETHER; ++t)
+        for (int i = 0; i < OF_THREAD; ++i) {
+          const int part = 2 * i + half;
+          found[i] = part < parts && mine < height ? __ldcg(rows_of_all + row_of_part(from + part) + mine) : float2{-INFINITE, 0.0f};
+        }
+        ptx::warpgroup_sync(1);  // nobody reads weights any more
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {
-            const float* const part = parts_of_tile + int64_t(row_of_part(from + i + t)) * DIM + first;
-            loads[t][j] = i + t < parts && first + j * EVERY < height * DIM ? __ldcg(reinterpret_cast<const float4*>(part + j * EVERY)) : float4{};
-          }
+        for (int i = 0; i < OF_THREAD; ++i) large.weights[2 * i + half][mine] = found[i].x;
+        ptx::warpgroup_sync(1);
+        float m = largest;
 #pragma unroll
-        for (int t = 0; t < TOGETHER; ++t)
+        for (int i = 0; i < SOME; ++i) m = fmaxf(m, large.weights[i][mine]);
+        ptx::warpgroup_sync(1);
+        const float base = finite_or_zero(m), kept = ptx::exp2_approx(largest - base);
+        sum *= kept, largest = m;
 #pragma unroll
-          for (int j = 0; j < OWN; ++j) {
-            const float weight = i + t < parts ? large.weights[i + t][(first + j * EVERY) / DIM] : 0.0f;
+        for (int i = 0; i < OF_THREAD; ++i) {
+          const float weight = ptx::exp2_approx(found[i].x - base);
+          large.weights[2 * i + half][mine] = weight, sum = fmaf(weight, found[i].y, sum);
+        }
+        if (half == 0) large.sums[0][mine] = kept;
+        ptx::warpgroup_sync(1);
 #pragma unroll
-            for (int k = 0; k < WIDTH; ++k) o[j][k] = fmaf(weight, reinterpret_cast<const float*>(&loads[t][j])[k], o[j][k]);
-          }
+        for (int j = 0; j < OWN; ++j)
+#pragma unroll
+          for (int k = 0; k < WIDTH; ++k) o[j][k] *= large.sums[0][(first + j * EVERY) / DIM];
+#pragma unroll 1
+        for (int i = 0; i < parts; i += TOGETHER) {
+          float4 loads[TOGETHER][OWN];
+#pragma unroll
+          for (int t = 0; t < TOGETHER; ++t)
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+              const float* const part = parts_of_all + int64_t(row_of_part(from + i + t)) * DIM + first;
+              loads[t][j] = i + t < parts && first + j * EVERY < height * DIM ? __ldcg(reinterpret_cast<const float4*>(part + j * EVERY)) : float4{};
+            }
+#pragma unroll
+          for (int t = 0; t < TOGETHER; ++t)
+#pragma unroll
+            for (int j = 0; j < OWN; ++j) {
+              const float weight = i + t < parts ? large.weights[i + t][(first + j * EVERY) / DIM] : 0.0f;
+#pragma unroll
+              for (int k = 0; k < WIDTH; ++k) o[j][k] = fmaf(weight, reinterpret_cast<const float*>(&loads[t][j])[k], o[j][k]);
+            }
+        }
       }
+      ptx::warpgroup_sync(1);
+      large.sums[half][mine] = sum;
+      ptx::warpgroup_sync(1);
+      const bool last_pass = pass + OWN * EVERY == HEIGHT * DIM;
+      const float of_mine = large.sums[0][mine] + large.sums[1][mine];
+      if (!final) {  // in place of the group's first part
+        const int place = row_of_part(0);
+#pragma unroll
+        for (int j = 0; j < OWN; ++j)
+          if (first + j * EVERY < height * DIM)
+            *reinterpret_cast<float4*>(parts_of_all + int64_t(place) * DIM + first + j * EVERY) = {o[j][0], o[j][1], o[j][2], o[j][3]};
+        if (last_pass && half == 0 && mine < height) rows_of_all[place + mine] = {largest, of_mine};
+        continue;
+      }
+#pragma unroll
+      for (int j = 0; j < OWN; ++j) {
+        const int at = first + j * EVERY, row = at / DIM;
+        const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
+        if (row >= height || !query.real) continue;
+        const float of_row = large.sums[0][row] + large.sums[1][row], inverse = of_row == 0.0f ? 0.0f : 1.0f / of_row;
+        const int64_t index = int64_t(query.out_row(p, tile.batch)) * DIM + at % DIM;
+#pragma unroll
+        for (int k = 0; k < WIDTH; k += 2) store_pair(p, index + k, o[j][k] * inverse, o[j][k + 1] * inverse);
+      }
+      const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+      if (last_pass && half == 0 && mine < height && query.real) p.lse[query.index(p, tile.batch)] = (largest + log2f(of_mine)) / LOG2E;
     }
-    ptx::warpgroup_sync(1);
-    large.sums[half][mine] = sum;
-    ptx::warpgroup_sync(1);
-#pragma unroll
-    for (int j = 0; j < OWN; ++j) {
-      const int at = first + j * EVERY, row = at / DIM;
-      const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
-      if (row >= height || !query.real) continue;
-      const float of_row = large.sums[0][row] + large.sums[1][row], inverse = of_row == 0.0f ? 0.0f : 1.0f / of_row;
-      const int64_t index = int64_t(query.out_row(p, tile.batch)) * DIM + at % DIM;
-#pragma unroll
-      for (int k = 0; k < WIDTH; k += 2) store_pair(p, index + k, o[j][k] * inverse, o[j][k + 1] * inverse);
-    }
-    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
-    if (pass == 0 && half == 0 && mine < height && query.real)
-      p.lse[query.index(p, tile.batch)] = (largest + log2f(large.sums[0][mine] + large.sums[1][mine])) / LOG2E;
   }
 }
 
