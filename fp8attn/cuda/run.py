@@ -410,8 +410,9 @@ def attend_to_tensors(
     out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
     of_head = decode.tickets_of_head(config, q, kv_heads, batch)
     tickets = q.new_zeros(batch.page_table.shape[0] * kv_heads * of_head + 2 * ctas, dtype=torch.int32)  # of heads, and of groups of parts
+    numbers = decode_tensors.numbers_of(cache, batch, how, of_head)
     library.operators.decode_tensors.default(
-        library.launchers[config], ctas, batch.most_queries(q), decode_tensors.numbers_of(cache, batch, how, of_head), how.softmax_scale, how.softcap, q,
+        library.launchers[config], ctas, batch.most_queries(q), numbers, how.softmax_scale, how.softcap, q,
         [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()), [out, lse, *parts, tickets],
     )  # fmt: skip
     return out, lse
