@@ -101,7 +101,7 @@ inline const Addresses& addresses(const UnsmoothLseParams&) {
 inline const Addresses& addresses(const DecodeParams&) {
   static const auto& found = *new Addresses{
       {AT(k), AT(v), AT(recent_k), AT(recent_v), AT(q), AT(k_scale), AT(v_page_scale), AT(k_mean), AT(v_mean), AT(v_scale), AT(page_table), AT(lengths), AT(counts),
-       AT(sequences), AT(cu_seqlens), AT(out), AT(lse), AT(parts), AT(part_rows), AT(tickets), AT(sinks)},
+       AT(sequences), AT(cu_seqlens), AT(out), AT(lse), AT(parts), AT(part_rows), AT(tickets), AT(group_tickets), AT(sinks)},
       {{AT(k_map), AT(k)}, {AT(v_map), AT(v)}, {AT(recent_k_map), AT(recent_k)}, {AT(recent_v_map), AT(recent_v)}}};
   return found;
 }

@@ -345,13 +345,17 @@ def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: p
     monkeypatch.setattr(paged_ops, "runs_kernels", lambda backend, device: True)
     for call, options, reason in (
         (cache_call("KVCache", 20, torch.float32), {}, "cuda: query is torch.float32"),
-        (cache_call("e4m3", 40), {}, "cuda: query has shape (2, 8, 40, 64)"),
         (cache_call("e4m3", 1, dim=40), {}, "cuda: head dims are [40]"),
         (cache_call("e4m3", 1, torch.float32), {}, "cuda: query is torch.float32"),
     ):
         query, cache, batch, new = call
         plan = fp8attn.explain_paged(query, cache, batch, new, **options)
         assert plan.backend == "triton" and plan.config is None and any(said.startswith(reason) for said in plan.because), plan
+    query, cache, batch, _ = cache_call("e4m3", 40)
+    of_many = fp8attn.explain_paged(query, cache, batch)
+    assert (of_many.backend, of_many.kernel) == ("cuda", "decode_tensors") and of_many.config is not None and of_many.config.rows == 64
+    of_few = fp8attn.explain_paged(query[:, :, :1], cache, batch)
+    assert of_few.config is not None and of_few.config.rows < 64
     query, cache, batch, _ = cache_call("e4m3", 1, dim=40)
     with pytest.raises(BackendUnavailable, match="cuda: head dims are"):
         fp8attn.explain_paged(query, cache, batch, backend="cuda")

@@ -116,10 +116,6 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
   using Load = std::conditional_t<WIDTH == 2, float2, float4>;
   const int lane = threadIdx.x % 32;
   const TileParts of_tile(p, shared.shares, tile);
-  // here, unlike in a kernel, each access to p is a load from memory
-  const float2* const rows_of_parts = reinterpret_cast<const float2*>(p.part_rows);
-  const float* const own_channels = p.parts + WIDTH * lane;
-  const int height = p.part_height;
   if (!Ticket(p, tile).is_last(shared, of_tile.count)) return;
 #pragma unroll 1
   for (int mine = threadIdx.x / 32; mine < tile.height(p); mine += DECODER_WARPS) {
@@ -127,19 +123,21 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
 #pragma unroll 1
     for (int from = 0; from < of_tile.count; from += 32) {  // each lane has the sums of one part
       const int parts = min(of_tile.count - from, 32);
-      const float2 of_part = lane < parts ? __ldcg(rows_of_parts + of_tile.place(from + lane) * height + mine) : float2{-INFINITE, 0.0f};
+      const float2 of_part =
+          lane < parts ? __ldcg(reinterpret_cast<const float2*>(p.part_rows + 2 * (of_tile.place(from + lane) * p.part_height + mine))) : float2{-INFINITE, 0.0f};
       float weight = 0.0f;
 #pragma unroll 1
       for (int chunk = 0; chunk < parts; chunk += PARTS) {
         Load loads[PARTS][LOADS] = {};
-        const int here = of_tile.place(from + chunk) * height + mine, next = of_tile.place(from + chunk + 1) * height + mine;
+        const int here = of_tile.place(from + chunk) * p.part_height + mine, next = of_tile.place(from + chunk + 1) * p.part_height + mine;
+        const float* part = p.parts + WIDTH * lane;
 #pragma unroll
         for (int i = 0; i < PARTS; ++i) {
           if (i % SOME == 0 && chunk + i >= parts) break;
-          const int at = i == 0 ? here : next + of_tile.apart() * (i - 1) * height;
+          const int at = i == 0 ? here : next + of_tile.apart() * (i - 1) * p.part_height;
 #pragma unroll
           for (int j = 0; j < LOADS; ++j)
-            if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(own_channels + at * DIM + 32 * WIDTH * j));
+            if (chunk + i < parts) loads[i][j] = __ldcg(reinterpret_cast<const Load*>(part + at * DIM + 32 * WIDTH * j));
         }
         if (chunk == 0) {  // while these are in flight
           float m = fmaxf(largest, of_part.x);
@@ -195,6 +193,7 @@ __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage&
   constexpr int EVERY = DECODERS * WIDTH;          // floats of all threads' loads
   static_assert(DECODERS == 2 * HEIGHT && HEIGHT * DIM % (OWN * EVERY) == 0);
   const TileParts of_tile(p, shared.shares, tile);
+  // here, unlike in a kernel, each access to p is a load from memory
   const int height = tile.height(p), mine = threadIdx.x % HEIGHT, half = threadIdx.x / HEIGHT, row_pitch = p.part_height;
   float* const parts_of_all = p.parts;
   float2* const rows_of_all = reinterpret_cast<float2*>(p.part_rows);
