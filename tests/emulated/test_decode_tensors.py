@@ -294,7 +294,7 @@ BY_TOKEN_MUTANTS = {
 
 MANY_MUTANTS = {
     "sums of a group forgotten": ("tile/paged_parts.h", "rows_of_all[place + mine] = {largest, of_mine};", ";"),
-    "parts in place of groups": ("tile/paged_parts.h", "step = final && grouped ? GROUP : 1;", "step = 1;"),
+    "parts in place of groups": ("tile/paged_parts.h", "step = final && grouped ? MEMBERS : 1;", "step = 1;"),
     "queries that are not finite": ("decode_tensors.cuh", "if (!is_finite_row<C, T>(shared.q, mine) && shared", "if (false && shared"),
     "sums of another unit": ("tile/many_rows.h", "of[i] *= kept[i / 2];", ";"),
     "l of another unit": ("tile/many_rows.h", "fmaf(l[h], kept[h], sum)", "l[h] + sum"),

@@ -183,11 +183,11 @@ struct LargeParts {
 };
 
 // The same of tiles of 64 rows, whose parts are large. All threads load a part together, and several parts at a time,
-// where a warp would have one row after another. Of more than GROUP parts, each GROUP are added by the last CTA among
-// theirs, and the sums by the last one of these. Parts aren't fixed.
+// where a warp would have one row after another. Of more than MEMBERS parts, each MEMBERS are added by the last CTA that
+// has one of them, and the sums by the last CTA of these. Parts aren't fixed.
 template <int DIM, typename Storage, int HEIGHT, typename Blocks, int SOME>
 __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT, SOME>& large) {
-  constexpr int GROUP = 8;                         // a power of two
+  constexpr int MEMBERS = 8;                       // parts of a group
   constexpr int OF_THREAD = SOME / 2;              // parts whose m and sums a thread has
   constexpr int WIDTH = 4, OWN = 8, TOGETHER = 3;  // floats of a load; loads of a part in a pass; parts that are loaded together
   constexpr int EVERY = DECODERS * WIDTH;          // floats of all threads' loads
@@ -197,13 +197,13 @@ __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage&
   const int height = tile.height(p), mine = threadIdx.x % HEIGHT, half = threadIdx.x / HEIGHT, row_pitch = p.part_height;
   float* const parts_of_all = p.parts;
   float2* const rows_of_all = reinterpret_cast<float2*>(p.part_rows);
-  const bool grouped = of_tile.count > GROUP;
-  const int group = (int(blockIdx.x) - of_tile.first) / GROUP * GROUP;  // its first part
+  const bool grouped = of_tile.count > MEMBERS;
+  const int group = (int(blockIdx.x) - of_tile.first) / MEMBERS * MEMBERS;  // its first part
 #pragma unroll 1
   for (int level = grouped ? 0 : 1; level < 2; ++level) {
     const bool final = level == 1;
-    const int first_part = final ? 0 : group, step = final && grouped ? GROUP : 1;
-    const int count = !final ? min(of_tile.count - group, GROUP) : grouped ? (of_tile.count + GROUP - 1) / GROUP : of_tile.count;
+    const int first_part = final ? 0 : group, step = final && grouped ? MEMBERS : 1;
+    const int count = !final ? min(of_tile.count - group, MEMBERS) : grouped ? (of_tile.count + MEMBERS - 1) / MEMBERS : of_tile.count;
     const Ticket ticket = final ? Ticket(p, tile) : Ticket(p.group_tickets + of_tile.place(group));
     if (!ticket.is_last(shared, count)) return;
     const auto row_of_part = [&](int i) { return of_tile.place(first_part + i * step) * row_pitch; };
