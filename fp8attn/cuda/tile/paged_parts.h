@@ -183,8 +183,8 @@ struct LargeParts {
 };
 
 // The same of tiles of 64 rows, whose parts are large. All threads load a part together, and several parts at a time,
-// where a warp would have one row after another. Of more than MEMBERS parts, each MEMBERS are added by the last CTA that
-// has one of them, and the sums by the last CTA of these. Parts aren't fixed.
+// where a warp would have one row after another. More than MEMBERS parts are added in two steps: those of a group by
+// the last CTA that has one of them, and the groups' sums by the last CTA of these. Parts aren't fixed.
 template <int DIM, typename Storage, int HEIGHT, typename Blocks, int SOME>
 __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT, SOME>& large) {
   constexpr int MEMBERS = 8;                       // parts of a group
