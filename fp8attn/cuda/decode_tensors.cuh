@@ -219,13 +219,19 @@ __device__ float sink_of(const DecodeParams& p, const Tile& tile, int row, int2 
   return p.sinks[QueryRow(p, tile.row, tile.kv_head, tile.first_row() + row).head] * LOG2E;
 }
 
-// Calls f(tile, turn) for the CTA's tiles. Called by all decoders. A tile is in shared memory: registers are scarce.
-template <typename Storage, typename F>
-__device__ __forceinline__ void for_tiles(Storage& shared, F&& f) {
+// Calls body(tile, scales, f) for the CTA's tiles, with queries in shared memory. Called by all decoders. A tile is in
+// shared memory: registers are scarce.
+template <DecodeTensorsConfig C, typename T, typename Body>
+__device__ __forceinline__ void for_tiles(const DecodeParams& p, DecodeTensorsStorage<C>& shared, Body&& body) {
   for (int turn = 0;; turn ^= 1) {
     ptx::warpgroup_sync(1);  // nobody reads the last tile's rows any more
-    if (!shared.tiles[turn].exists()) return;
-    f(shared.tiles[turn], turn);
+    const TokenTilesOf<C>& tile = shared.tiles[turn];
+    if (!tile.exists()) return;
+    Fragment f = Fragment::mine();
+    compute_late(f.row), compute_late(f.column);
+    const TensorScales scales(p, tile, C.fp8 && !C.by_token);
+    begin_tile<C, T>(p, shared, turn);
+    body(tile, scales, f);
   }
 }
 
@@ -240,11 +246,7 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, De
   using Rows = TokenRows<T, DIM, C.fp8, GROUPS>;
   const TokenCopies copies(p);
   Ring<C.stages> ring;
-  for_tiles(shared, [&](const TokenTilesOf<C>& tile, int turn) {
-    Fragment f = Fragment::mine();
-    compute_late(f.row), compute_late(f.column);
-    const TensorScales of_all(p, tile, C.fp8 && !C.by_token);
-    begin_tile<C, T>(p, shared, turn);
+  for_tiles<C, T>(p, shared, [&](const TokenTilesOf<C>& tile, const TensorScales& of_all, Fragment f) {
     Rows rows;
     Rows::for_queries([&](int group, int r) {
       const int mine = QUERY_GROUP * group + f.column + r;
@@ -349,11 +351,7 @@ __device__ __forceinline__ void attend_to_blocks_of_many(const DecodeParams& p, 
   const TokenCopies copies(p);
   Ring<C.stages> ring;
   int half = 0;  // turns of blocks
-  for_tiles(shared, [&](const TokenTilesOf<C>& tile, int turn) {
-    Fragment f = Fragment::mine();
-    compute_late(f.row), compute_late(f.column);
-    const TensorScales of_all(p, tile, C.fp8 && !C.by_token);
-    begin_tile<C, T>(p, shared, turn);
+  for_tiles<C, T>(p, shared, [&](const TokenTilesOf<C>& tile, const TensorScales& of_all, Fragment f) {
     Rows rows;
     float factor[2];
 #pragma unroll
@@ -412,10 +410,10 @@ __device__ __forceinline__ void attend_to_blocks_of_many(const DecodeParams& p, 
     rows.finish();
     store_many_rows<C, Rows>(p, shared, tile, rows, of_all.restore(), f);
     if (tile.complete()) return;
-    auto& room = *reinterpret_cast<std::conditional_t<C.fp8, decltype(shared.exchange.v), decltype(shared.q)>*>(C.fp8 ? shared.exchange.v[0] : shared.q);
-    using Large = LargeParts<MANY_ROWS, sizeof(room) < sizeof(LargeParts<MANY_ROWS, 32>) ? 16 : 32>;
-    static_assert(sizeof(room) >= sizeof(Large));
-    combine_large_parts<C.head_dim>(p, shared, tile, reinterpret_cast<Large&>(room));
+    // values in half precision have room for it, or queries if values aren't converted
+    using Large = LargeParts<MANY_ROWS>;
+    static_assert((C.fp8 ? sizeof(shared.exchange.v) : sizeof(shared.q)) >= sizeof(Large));
+    combine_large_parts<C.head_dim>(p, shared, tile, *reinterpret_cast<Large*>(C.fp8 ? shared.exchange.v[0] : shared.q));
   });
 }
 

@@ -12,7 +12,7 @@
 
 namespace fp8attn {
 
-constexpr int MANY_ROWS = WGMMA_ROWS;
+static_assert(MANY_ROWS == WGMMA_ROWS);
 constexpr int MANY_PANEL = 128, MANY_CHANNELS = 64;  // bytes and channels of a token in a panel of values in half precision
 
 // What is shared of a block. Blocks take turns, so that one barrier for each suffices. CONVERTED: bytes of V's halves.
@@ -151,7 +151,7 @@ struct ManyRows {
   // Attends to a block with its scores, which `factor` makes those in base 2, and starts to multiply P and V.
   // `values`: V in half precision. `v_scale`: of tokens, if each has its own.
   __device__ void attend(Scores& s, const float (&factor)[2], const uint8_t* values, const float* v_scale, Fragment f) {
-    float shift[2], kept[2];
+    float kept[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float largest = -INFINITE;
@@ -160,9 +160,8 @@ struct ManyRows {
       const float next = fmaxf(largest, top[h] - MOST), base = finite_or_zero(next);
       kept[h] = ptx::exp2_approx(m[h] - base);
       m[h] = next, top[h] = fmaxf(top[h], next);
-      shift[h] = OFFSET - base;
       float sum = 0.0f;
-      for_row(s, h, [&](float& x, int) { x = ptx::exp2_approx(fmaf(x, factor[h], shift[h])), sum += x; });
+      for_row(s, h, [&](float& x, int) { x = ptx::exp2_approx(fmaf(x, factor[h], OFFSET - base)), sum += x; });
       l[h] = fmaf(l[h], kept[h], sum);
     }
     if constexpr (BY_TOKEN) {

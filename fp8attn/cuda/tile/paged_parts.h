@@ -176,8 +176,9 @@ __device__ __noinline__ void combine_parts(const DecodeParams& p, Storage& share
 }
 
 // What threads share while they add large parts, SOME at a time.
-template <int HEIGHT, int SOME>
+template <int HEIGHT>
 struct LargeParts {
+  static constexpr int SOME = 16;
   float weights[SOME][HEIGHT];  // before, their m
   float sums[2][HEIGHT];        // of two threads of a row
 };
@@ -185,10 +186,10 @@ struct LargeParts {
 // The same of tiles of 64 rows, whose parts are large. All threads load a part together, and several parts at a time,
 // where a warp would have one row after another. More than MEMBERS parts are added in two steps: those of a group by
 // the last CTA that has one of them, and the groups' sums by the last CTA of these. Parts aren't fixed.
-template <int DIM, typename Storage, int HEIGHT, typename Blocks, int SOME>
-__device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT, SOME>& large) {
+template <int DIM, typename Storage, int HEIGHT, typename Blocks>
+__device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT>& large) {
   constexpr int MEMBERS = 8;                       // parts of a group
-  constexpr int OF_THREAD = SOME / 2;              // parts whose m and sums a thread has
+  constexpr int SOME = LargeParts<HEIGHT>::SOME, OF_THREAD = SOME / 2;  // parts whose m and sums a thread has
   constexpr int WIDTH = 4, OWN = 8, TOGETHER = 3;  // floats of a load; loads of a part in a pass; parts that are loaded together
   constexpr int EVERY = DECODERS * WIDTH;          // floats of all threads' loads
   static_assert(DECODERS == 2 * HEIGHT && HEIGHT * DIM % (OWN * EVERY) == 0);
