@@ -20,11 +20,12 @@ LEAST_COPY = 8
 TILE_BYTES = 60
 """sizeof(DecodeTiles) of this kernel."""
 
-MANY_ROWS = 8 * GROUP
-"""Rows of a tile whose queries are the rows of a warpgroup's products."""
+MANY_ROWS = 16 * GROUP
+"""Rows of a tile whose queries are the rows of products of two warpgroups."""
 
-FEW_ROWS = 2 * GROUP
-"""Rows of a key/value head with which tiles of so many rows are slower."""
+FEW_ROWS = {False: GROUP, True: 2 * GROUP}
+"""Rows of a key/value head with which tiles of so many rows are slower; whether scales are per token, or tokens are in
+half precision."""
 
 MOST_ROWS_BY_GROUP = (1 << 16) - 1
 """Rows of a key/value head, times the query heads that share it, whose queries the kernel finds without a division."""
@@ -44,33 +45,43 @@ class DecodeTensorsConfig(DecodeShape):
 
     @property
     def threads(self) -> int:
-        """Threads of a CTA: a warpgroup attends, and a warp loads."""
-        return 128 + WARP
+        """Threads of a CTA: a warpgroup attends and a warp loads; or two warpgroups attend, one checks blocks, and one
+        loads."""
+        return 128 * 4 if self.has_many else 128 + WARP
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a token, and of a query as it is multiplied."""
+        return self.head_dim if self.fp8 else 2 * self.head_dim
 
     @property
     def shared_bytes(self) -> int:
         """sizeof(DecodeTensorsStorage), in bytes."""
-        row = self.head_dim if self.fp8 else 2 * self.head_dim
-        panels = self.stages * 2 * KEY_BLOCK * row + self.rows * row
-        exchange = self.rows * (2 * KEY_BLOCK + 4 * 4)
-        if self.has_many:  # two blocks of values in half precision, zeros, and which tokens are not finite
-            exchange = 2 * (2 * KEY_BLOCK * self.head_dim if self.fp8 else 16) + 128 + 2 * 4 + 2 * KEY_BLOCK
-        exchange = round_up(exchange, 1024)
-        more = 4 * (4 * (self.rows if self.by_token and not self.has_many else 1) + 1)
+        tokens = self.stages * 2 * KEY_BLOCK * self.row_bytes
         scales = 4 * 2 * KEY_BLOCK * (self.stages if self.by_token else 1)
+        if self.has_many:
+            rooms, slots = 1 if self.head_dim > 128 and not self.fp8 else 2, (2 if self.head_dim > 128 else 4) if self.fp8 else self.stages
+            converted, handed = slots * 2 * KEY_BLOCK * self.head_dim if self.fp8 else 16, 9 * 128 * 16
+            panels = tokens + rooms * self.rows * self.row_bytes + converted + 128 + handed
+            nonfinite = (4 + KEY_BLOCK) * slots
+            rest = 12 * rooms * self.rows + scales + nonfinite + 4 * self.stages + rooms * TILE_BYTES + 6 * 4
+            return round_up(panels + round_up(rest + 1, 8) + 8 * 2 * (self.stages + slots + rooms), 1024)
+        panels = round_up(tokens + self.rows * self.row_bytes, 1024)
+        exchange = round_up(self.rows * (2 * KEY_BLOCK + 4 * 4), 1024)
+        more = 4 * (4 * (self.rows if self.by_token else 1) + 1)
         rest = round_up(more + 4 * self.rows, 8) + 8 * self.rows + scales + 4 * self.stages + 2 * TILE_BYTES + 6 * 4
-        return round_up(round_up(panels, 1024) + exchange + round_up(rest + 1, 8) + 8 * 2 * self.stages, 1024)
+        return round_up(panels + exchange + round_up(rest + 1, 8) + 8 * 2 * self.stages, 1024)
 
     @property
     def has_many(self) -> bool:
-        """Whether its products are a warpgroup's."""
+        """Whether its products are of warpgroups."""
         return self.rows == MANY_ROWS
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of the warpgroup's accumulators for finding tokens that are not finite, and for scores, in the cache's
+        """Widths of a warpgroup's accumulators for finding tokens that are not finite, and for scores, in the cache's
         type; and of those of P·V, in half precision."""
-        return (GROUP, KEY_BLOCK, self.head_dim) if self.has_many else ()
+        return (GROUP, KEY_BLOCK, min(self.head_dim, 128)) if self.has_many else ()
 
     @property
     def name(self) -> str:
@@ -86,8 +97,8 @@ BY_TOKEN_INSTANCES = tuple(replace(config, by_token=True) for config in FP8_INST
 HALF_INSTANCES = tuple(replace(config, stages=config.stages // 2, fp8=False) for config in FP8_INSTANCES)
 
 MANY = tuple(
-    tuple(replace(config, stages=stages, rows=MANY_ROWS) for config, stages in zip(few, most, strict=True))
-    for few, most in ((FP8_INSTANCES, (9, 4, 4)), (BY_TOKEN_INSTANCES, (9, 4, 4)), (HALF_INSTANCES, (6, 2, 3)))
+    tuple(replace(config, stages=stages, rows=MANY_ROWS, ctas=1) for config, stages in zip(few, most, strict=True))
+    for few, most in ((FP8_INSTANCES, (12, 6, 2)), (BY_TOKEN_INSTANCES, (12, 6, 2)), (HALF_INSTANCES, (8, 4, 2)))
 )
 """Instances for more rows than those have."""
 
@@ -104,7 +115,8 @@ def group(config: DecodeTensorsConfig) -> tuple[DecodeTensorsConfig, ...]:
 
 def choose(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch) -> DecodeTensorsConfig:
     """The instance for a call that the kernel supports."""
-    return _instances_of(cache, batch)[-1 if decode.rows_of_head(q, cache.kv_heads, batch) > FEW_ROWS else 0]
+    few = FEW_ROWS[by_token(cache.k_scale) or not cache.is_fp8]
+    return _instances_of(cache, batch)[-1 if decode.rows_of_head(q, cache.kv_heads, batch) > few else 0]
 
 
 def _instances_of(cache: PagedTensors, batch: PagedBatch) -> list[DecodeTensorsConfig]:
@@ -137,8 +149,8 @@ def part_log(batch: PagedBatch) -> int:
 
 
 def most_blocks(cache: PagedTensors, batch: PagedBatch) -> int:
-    """The most blocks of a tile."""
-    return capacity_of(cache, batch) // KEY_BLOCK + 2
+    """The most blocks of a tile, with what it takes beside them."""
+    return capacity_of(cache, batch) // KEY_BLOCK + 8
 
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:

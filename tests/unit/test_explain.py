@@ -353,7 +353,7 @@ def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: p
         assert plan.backend == "triton" and plan.config is None and any(said.startswith(reason) for said in plan.because), plan
     query, cache, batch, _ = cache_call("e4m3", 40)
     of_many = fp8attn.explain_paged(query, cache, batch)
-    assert (of_many.backend, of_many.kernel) == ("cuda", "decode_tensors") and of_many.config is not None and of_many.config.rows == 64
+    assert (of_many.backend, of_many.kernel) == ("cuda", "decode_tensors") and of_many.config is not None and of_many.config.rows == 128
     of_few = fp8attn.explain_paged(query[:, :, :1], cache, batch)
     assert of_few.config is not None and of_few.config.rows < 64
     query, cache, batch, _ = cache_call("e4m3", 1, dim=40)

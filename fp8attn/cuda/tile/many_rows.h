@@ -2,39 +2,24 @@
 // to them. A warpgroup has them. `fp8attn/paged_tensors.py` defines the arithmetic.
 //
 // Unlike in token_rows.h, products aren't transposed: queries are the rows of wgmma, so a warp has 16 queries with all
-// of their scores, and P stays in registers. Lane 4g + c of warp w has rows 16w + g and 16w + g + 8 (h = 0, 1). Tensor
-// cores take e4m3 values with a channel's tokens in a row only, which a cache doesn't have. So they are converted to
-// halves in shared memory.
+// of their scores, and P stays in registers. Lane 4g + c of warp w has rows 16w + g and 16w + g + 8 (h = 0, 1).
 #pragma once
 
 #include "../ptx/uniform.h"
-#include "token_rows.h"
+#include "checked_tokens.h"
 
 namespace fp8attn {
-
-static_assert(MANY_ROWS == WGMMA_ROWS);
-constexpr int MANY_PANEL = 128, MANY_CHANNELS = 64;  // bytes and channels of a token in a panel of values in half precision
-
-// What is shared of a block. Blocks take turns, so that one barrier for each suffices. CONVERTED: bytes of V's halves.
-template <int CONVERTED>
-struct alignas(1024) ManyExchange {
-  uint8_t v[2][CONVERTED];
-  uint8_t zeros[128];
-  uint8_t nonfinite[2][DECODER_WARPS];  // whether a warp's tokens have elements that are not finite
-  uint8_t of_token[2][TOKENS];          // which ones, if a warp has some
-};
 
 // T: of queries, and of tokens that aren't FP8.
 template <typename T, int DIM, bool FP8, bool BY_TOKEN>
 struct ManyRows {
-  static constexpr int ROW_BYTES = FP8 ? DIM : 2 * DIM, PANELS = DIM / MANY_CHANNELS;
-  static constexpr int PANEL_BYTES = TOKENS * MANY_PANEL, CONVERTED = FP8 ? PANELS * PANEL_BYTES : 16;
+  static constexpr int ROW_BYTES = FP8 ? DIM : 2 * DIM;
+  static constexpr int PART = DIM < 128 ? DIM : 128;  // channels of a product
   static constexpr int OF_TOKENS = TOKENS / 8, OF_CHANNELS = DIM / 8;  // pairs that a lane has of a row
   static constexpr float OFFSET = FP8 ? P_OFFSET : 0.0f, UNIT = 1 << int(OFFSET);
   static constexpr float MOST = 64.0f;  // of how far, in base 2, a unit of sums may be below the largest one so far
   using Value = std::conditional_t<FP8, __half, T>;
   using Panels = TokenPanels<ROW_BYTES>;
-  using Exchange = ManyExchange<CONVERTED>;
   using Scores = float[OF_TOKENS][4];  // element 2h + r of i: row h, token 8i + 2c + r
 
   // Sums are relative to 2^m, o also to `scale`. Each block's own largest score is the next m, as P is relative to it.
@@ -50,66 +35,34 @@ struct ManyRows {
     if (counts) l[h] += UNIT;
   }
 
-  // Starts to multiply queries and keys, and tokens and zeros, which is NaN for what is not finite.
-  __device__ static void start(Scores& s, float (&nan)[4], const uint8_t* k, const uint8_t* v, const uint8_t* q, const Exchange& exchange) {
+  // Starts to multiply queries and keys. `q`: the first of the rows, in panels of MANY_ROWS rows.
+  __device__ static void start(Scores& s, const uint8_t* k, const uint8_t* q) {
     constexpr int PANEL = Panels::PANEL;
-    using OfKeys = std::conditional_t<FP8, ptx::Wgmma<TOKENS>, ptx::WgmmaHalf<T, TOKENS>>;
-    using OfZeros = std::conditional_t<FP8, ptx::Wgmma<QUERY_GROUP>, ptx::WgmmaHalf<T, QUERY_GROUP>>;
-    static_assert(MANY_ROWS == TOKENS);
+    using Product = std::conditional_t<FP8, ptx::Wgmma<TOKENS>, ptx::WgmmaHalf<T, TOKENS>>;
     auto& scores = reinterpret_cast<float(&)[4 * OF_TOKENS]>(s);
     const auto descriptor = [](const uint8_t* x) { return ptx::uniform(ptx::wgmma_descriptor<PANEL>(ptx::shared_address(x))); };
-    const auto operand = [](uint64_t first, int step) {
-      return ptx::operand_of(ptx::operand_of(first, step / Panels::STEPS, TOKENS * PANEL), step % Panels::STEPS, 32);
+    const auto operand = [](uint64_t first, int step, int rows) {
+      return ptx::operand_of(ptx::operand_of(first, step / Panels::STEPS, rows * PANEL), step % Panels::STEPS, 32);
     };
-    const uint64_t keys = descriptor(k), values = descriptor(v), queries = descriptor(q);
-    const uint64_t zeros = ptx::uniform(ptx::wgmma_descriptor_of_one(ptx::shared_address(exchange.zeros)));
+    const uint64_t keys = descriptor(k), queries = descriptor(q);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < ROW_BYTES / 32; ++step) {
-      const uint64_t of_q = operand(queries, step), of_k = operand(keys, step), of_v = operand(values, step);
+      const uint64_t of_q = operand(queries, step, MANY_ROWS), of_k = operand(keys, step, TOKENS);
       if (step == 0)
-        OfKeys::template run<false>(scores, of_q, of_k), OfZeros::template run<false>(nan, of_v, zeros);
+        Product::template run<false>(scores, of_q, of_k);
       else
-        OfKeys::template run<true>(scores, of_q, of_k), OfZeros::template run<true>(nan, of_v, zeros);
-      if constexpr (!FP8) OfZeros::template run<true>(nan, of_k, zeros);  // e4m3 keys show in scores: they are NaN, or finite
+        Product::template run<true>(scores, of_q, of_k);
     }
     ptx::wgmma_commit();
   }
 
-  // Converts a block's values. Called by all decoders; each thread has one token, and every second of its chunks.
-  __device__ static void convert_values(const uint8_t* v, uint8_t* to) {
-    constexpr int PANEL = Panels::PANEL, CHUNKS = DIM / 16;
-    static_assert(DECODERS == 2 * TOKENS);
-    const int token = threadIdx.x % TOKENS, first = threadIdx.x / TOKENS;
-    // chunks of a row differ in bits that swizzling only inverts
-    const int source = ptx::swizzled<PANEL>(token, 16 * first), target = ptx::swizzled<MANY_PANEL>(token, 32 * first);
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i += 2) {
-      const int byte = 16 * i, channel = byte % MANY_CHANNELS;
-      uint4 low, high;
-      spread_in_order(*reinterpret_cast<const uint4*>(v + byte / PANEL * TOKENS * PANEL + (source ^ byte % PANEL)), low, high);
-      uint8_t* const panel = to + byte / MANY_CHANNELS * PANEL_BYTES;
-      *reinterpret_cast<uint4*>(panel + (target ^ 2 * channel)) = low;
-      *reinterpret_cast<uint4*>(panel + (target ^ (2 * channel + 16))) = high;
-    }
-    ptx::fence_proxy_async();
-  }
-
-  // Waits for all products, those of values of the block before, too.
-  __device__ void wait(Scores& s, float (&nan)[4]) {
-    finish_products();
+  // Waits for scores, and not for LATER products.
+  template <int LATER>
+  __device__ static void wait_scores(Scores& s) {
+    ptx::wgmma_wait<LATER>();
     ptx::wgmma_touch(reinterpret_cast<float(&)[4 * OF_TOKENS]>(s));
-    ptx::wgmma_touch(nan);
   }
-
-  // Says which tokens are not finite, those of the lane where `nan` isn't 0. `turn`: of the block.
-  __device__ static void share_nonfinite(const float (&nan)[4], Exchange& exchange, int turn, Fragment f) {
-    const bool any = __any_sync(~0u, nan[0] != 0.0f || nan[2] != 0.0f);
-    if (threadIdx.x % 32 == 0) exchange.nonfinite[turn][threadIdx.x / 32] = any;
-    if (any && f.column == 0) exchange.of_token[turn][f.row] = nan[0] != 0.0f, exchange.of_token[turn][f.row + 8] = nan[2] != 0.0f;
-  }
-
-  __device__ static bool any_nonfinite(const Exchange& exchange, int turn) { return *reinterpret_cast<const uint32_t*>(exchange.nonfinite[turn]) != 0; }
 
   // Calls f(score, token) for what a lane has of row h; tokens are counted from its first one.
   template <typename F>
@@ -126,8 +79,18 @@ struct ManyRows {
     for (int h = 0; h < 2; ++h) for_row(s, h, [&](float& x, int token) { x *= score_factor(factor[h] * k_scale[token + f.column], false); });
   }
 
+  // Hides tokens from rows that don't see them. `seen`: the first and the last token of each row.
+  __device__ static void hide(Scores& s, const int2* seen, int first, Fragment f) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int2 of_row = seen[f.row + 8 * h];
+      const int begin = of_row.x - first - f.column, last = of_row.y - first - f.column;
+      for_row(s, h, [&](float& x, int token) { x = token < begin || token > last ? -INFINITE : x; });
+    }
+  }
+
   // Makes scores those in base 2, whatever they are of. `factor`: of the rows. `is_nan(token)`: whether a token isn't
-  // finite, or isn't there. `seen`: the first and the last token of each row.
+  // finite, or isn't there. `seen`: as above.
   template <typename IsNan>
   __device__ static void finish_scores(Scores& s, const float (&factor)[2], const float* k_scale, IsNan&& is_nan, const int2* seen, int first, float softcap, Fragment f) {
     if constexpr (BY_TOKEN) scale_by_token(s, factor, k_scale, f);
@@ -148,15 +111,15 @@ struct ManyRows {
     }
   }
 
-  // Attends to a block with its scores, which `factor` makes those in base 2, and starts to multiply P and V.
-  // `values`: V in half precision. `v_scale`: of tokens, if each has its own.
-  __device__ void attend(Scores& s, const float (&factor)[2], const uint8_t* values, const float* v_scale, Fragment f) {
-    float kept[2];
+  // Turns a block's scores, which `factor` makes those in base 2, into P before it is rounded, and adds it to l. Values
+  // of the block before may still be multiplied. `v_scale`: of tokens, if each has its own. `kept`: what sums are
+  // multiplied by.
+  __device__ void weigh(Scores& s, const float (&factor)[2], const float* v_scale, Fragment f, float (&kept)[2]) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      float largest = -INFINITE;
-      for_row(s, h, [&](float& x, int) { largest = fmaxf(largest, x); });
-      largest = of_quad(largest, [](float a, float b) { return fmaxf(a, b); }) * factor[h];
+      float of_parity[2] = {-INFINITE, -INFINITE};  // two chains are shorter than one
+      for_row(s, h, [&](float& x, int token) { of_parity[token % 2] = fmaxf(of_parity[token % 2], x); });
+      const float largest = of_quad(fmaxf(of_parity[0], of_parity[1]), [](float a, float b) { return fmaxf(a, b); }) * factor[h];
       const float next = fmaxf(largest, top[h] - MOST), base = finite_or_zero(next);
       kept[h] = ptx::exp2_approx(m[h] - base);
       m[h] = next, top[h] = fmaxf(top[h], next);
@@ -179,11 +142,30 @@ struct ManyRows {
         kept[h] = before * inverse, above[h] = fmaxf(above[h] * kept[h], 1.0f), scale[h] = next;
       }
     }
+  }
+
+  // Rounds P, and multiplies the output by `kept`, when no products are under way. Scores are free then.
+  __device__ void take(const Scores& s, const float (&kept)[2]) {
+#pragma unroll
+    for (int i = 0; i < OF_TOKENS; ++i) TokenRows<T, DIM, FP8, 1>::pack(s[i], p[i / 2] + i % 2 * 2);
 #pragma unroll
     for (auto& of : o)
 #pragma unroll
       for (int i = 0; i < 4; ++i) of[i] *= kept[i / 2];
-    multiply_values(s, values);
+  }
+
+  // Starts o += P · V. `values`: V in half precision.
+  __device__ void multiply(const uint8_t* values) {
+    using Product = ptx::WgmmaHalf<Value, PART>;
+    const uint64_t v = ptx::uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(values), TOKENS * HALF_PANEL));
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < TOKENS / 16; ++step)
+#pragma unroll
+      for (int channel = 0; channel < DIM; channel += PART)
+        Product::template run_transposed<true>(reinterpret_cast<float(&)[PART / 2]>(o[channel / 8]), p[step],
+                                               ptx::operand_of(ptx::operand_of(v, channel / HalfBlock::CHANNELS, TOKENS * HALF_PANEL), step, 16 * HALF_PANEL));
+    ptx::wgmma_commit();
   }
 
   // Waits for all products.
@@ -195,7 +177,6 @@ struct ManyRows {
 
   // Makes sums those of P and V as they are, and adds up l. Called behind the last block.
   __device__ void finish() {
-    finish_products();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       l[h] = of_quad(l[h], [](float a, float b) { return a + b; }) / UNIT;
@@ -207,29 +188,28 @@ struct ManyRows {
       for (int i = 0; i < 4; ++i) of[i] *= scale[i / 2];
   }
 
+  // What a thread of a warpgroup hands to the same thread of another one, whose rows are the same: sums, and then
+  // their output in passes of PASS elements.
+  static constexpr int PASS = 32, PASSES = 4 * OF_CHANNELS / PASS;
+
+  // Adds another warpgroup's `theirs`, (m, l) of both rows. Returns the factors of this one's output and of theirs.
+  __device__ float4 merge(float4 theirs) {
+    const float m_of[2] = {theirs.x, theirs.z}, l_of[2] = {theirs.y, theirs.w};
+    float of_mine[2], of_theirs[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float both = fmaxf(m[h], m_of[h]), base = finite_or_zero(both);
+      of_mine[h] = ptx::exp2_approx(m[h] - base), of_theirs[h] = ptx::exp2_approx(m_of[h] - base);
+      m[h] = both, l[h] = fmaf(l[h], of_mine[h], l_of[h] * of_theirs[h]);
+    }
+    return {of_mine[0], of_theirs[0], of_mine[1], of_theirs[1]};
+  }
+
  private:
   template <typename F>
   __device__ static float of_quad(float x, F&& op) {
     x = op(x, __shfl_xor_sync(~0u, x, 1));
     return op(x, __shfl_xor_sync(~0u, x, 2));
-  }
-
-  // 16 e4m3 codes as halves.
-  __device__ static void spread_in_order(const uint4& codes, uint4& low, uint4& high) {
-    ptx::halves_of_e4m3(codes.x, low.x, low.y), ptx::halves_of_e4m3(codes.y, low.z, low.w);
-    ptx::halves_of_e4m3(codes.z, high.x, high.y), ptx::halves_of_e4m3(codes.w, high.z, high.w);
-  }
-
-  // Starts o += P · V.
-  __device__ void multiply_values(const Scores& s, const uint8_t* values) {
-    const uint64_t v = ptx::uniform(ptx::wgmma_descriptor_transposed(ptx::shared_address(values), PANEL_BYTES));
-#pragma unroll
-    for (int i = 0; i < OF_TOKENS; ++i) TokenRows<T, DIM, FP8, 1>::pack(s[i], p[i / 2] + i % 2 * 2);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int step = 0; step < TOKENS / 16; ++step)
-      ptx::WgmmaHalf<Value, DIM>::template run_transposed<true>(reinterpret_cast<float(&)[4 * OF_CHANNELS]>(o), p[step], ptx::operand_of(v, step, 16 * MANY_PANEL));
-    ptx::wgmma_commit();
   }
 };
 

@@ -69,9 +69,9 @@ struct TileParts {
 
   template <int HEIGHT, typename Blocks>
   __device__ TileParts(const DecodeParams& p, const UnitShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(has_fixed_parts(p)) {
-    const int units = units_of(p, tile.blocks.size());
-    first = fixed ? tile.before : shares.cta_of(tile.before, blockIdx.x);
-    count = fixed ? units : shares.cta_of(tile.before + units - 1, blockIdx.x) - first + 1;
+    const int first_block = tile.before + BESIDE_BLOCKS<HEIGHT>;  // of all units
+    first = fixed ? tile.before : shares.cta_of(first_block, blockIdx.x);
+    count = fixed ? units_of<HEIGHT>(p, tile.blocks.size()) : shares.cta_of(first_block + tile.blocks.size() - 1, blockIdx.x) - first + 1;
   }
 
   // All parts but the tile's first one have the first of their CTA's places.
@@ -93,15 +93,15 @@ struct Ticket {
   __device__ explicit Ticket(int* of_group) : address(of_group), shift(0) {}
 
   // Whether the CTA is the last one of `count` to take it. Releases what its threads have stored before, and acquires
-  // what those of the others have. Called by all decoders.
-  template <typename Storage>
+  // what those of the others have. Called by all THREADS that attend.
+  template <int THREADS = DECODERS, typename Storage>
   __device__ bool is_last(Storage& shared, int count) const {
-    ptx::warpgroup_sync(1);
+    ptx::threads_sync<THREADS>(1);
     if (threadIdx.x == 0) {
       shared.is_last = (ptx::add_acq_rel(address, 1 << shift) >> shift & ((1 << BITS) - 1)) == count - 1;
       if (shared.is_last) atomicAdd(address, int(0u - (uint32_t(count) << shift)));
     }
-    ptx::warpgroup_sync(1);
+    ptx::threads_sync<THREADS>(1);
     return shared.is_last;
   }
 };
@@ -183,16 +183,17 @@ struct LargeParts {
   float sums[2][HEIGHT];        // of two threads of a row
 };
 
-// The same of tiles of 64 rows, whose parts are large. All threads load a part together, and several parts at a time,
-// where a warp would have one row after another. More than MEMBERS parts are added in two steps: those of a group by
-// the last CTA that has one of them, and the groups' sums by the last CTA of these. Parts aren't fixed.
+// The same of tiles of many rows, whose parts are large, by two threads a row. All threads load a part together, and
+// several parts at a time, where a warp would have one row after another. More than MEMBERS parts are added in two
+// steps: those of a group by the last CTA that has one of them, and the groups' sums by the last CTA of these. Parts
+// aren't fixed.
 template <int DIM, typename Storage, int HEIGHT, typename Blocks>
 __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage& shared, const DecodeTiles<HEIGHT, Blocks>& tile, LargeParts<HEIGHT>& large) {
   constexpr int MEMBERS = 8;                       // parts of a group
   constexpr int SOME = LargeParts<HEIGHT>::SOME, OF_THREAD = SOME / 2;  // parts whose m and sums a thread has
   constexpr int WIDTH = 4, OWN = 8, TOGETHER = 3;  // floats of a load; loads of a part in a pass; parts that are loaded together
-  constexpr int EVERY = DECODERS * WIDTH;          // floats of all threads' loads
-  static_assert(DECODERS == 2 * HEIGHT && HEIGHT * DIM % (OWN * EVERY) == 0);
+  constexpr int THREADS = 2 * HEIGHT, EVERY = THREADS * WIDTH;  // floats of all threads' loads
+  static_assert(HEIGHT * DIM % (OWN * EVERY) == 0);
   const TileParts of_tile(p, shared.shares, tile);
   // here, unlike in a kernel, each access to p is a load from memory
   const int height = tile.height(p), mine = threadIdx.x % HEIGHT, half = threadIdx.x / HEIGHT, row_pitch = p.part_height;
@@ -206,10 +207,10 @@ __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage&
     const int first_part = final ? 0 : group, step = final && grouped ? MEMBERS : 1;
     const int count = !final ? min(of_tile.count - group, MEMBERS) : grouped ? (of_tile.count + MEMBERS - 1) / MEMBERS : of_tile.count;
     const Ticket ticket = final ? Ticket(p, tile) : Ticket(p.group_tickets + of_tile.place(group));
-    if (!ticket.is_last(shared, count)) return;
+    if (!ticket.is_last<THREADS>(shared, count)) return;
     const auto row_of_part = [&](int i) { return of_tile.place(first_part + i * step) * row_pitch; };
 #pragma unroll 1
-    for (int pass = 0; pass < HEIGHT * DIM; pass += OWN * EVERY) {
+    for (int pass = 0; pass < height * DIM; pass += OWN * EVERY) {
       const int first = pass + WIDTH * threadIdx.x;
       float largest = -INFINITE, sum = 0.0f, o[OWN][WIDTH] = {};  // of row `mine`, and of the thread's loads
 #pragma unroll 1
@@ -221,14 +222,14 @@ __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage&
           const int part = 2 * i + half;
           found[i] = part < parts && mine < height ? __ldcg(rows_of_all + row_of_part(from + part) + mine) : float2{-INFINITE, 0.0f};
         }
-        ptx::warpgroup_sync(1);  // nobody reads weights any more
+        ptx::threads_sync<THREADS>(1);  // nobody reads weights any more
 #pragma unroll
         for (int i = 0; i < OF_THREAD; ++i) large.weights[2 * i + half][mine] = found[i].x;
-        ptx::warpgroup_sync(1);
+        ptx::threads_sync<THREADS>(1);
         float m = largest;
 #pragma unroll
         for (int i = 0; i < SOME; ++i) m = fmaxf(m, large.weights[i][mine]);
-        ptx::warpgroup_sync(1);
+        ptx::threads_sync<THREADS>(1);
         const float base = finite_or_zero(m), kept = ptx::exp2_approx(largest - base);
         sum *= kept, largest = m;
 #pragma unroll
@@ -237,7 +238,7 @@ __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage&
           large.weights[2 * i + half][mine] = weight, sum = fmaf(weight, found[i].y, sum);
         }
         if (half == 0) large.sums[0][mine] = kept;
-        ptx::warpgroup_sync(1);
+        ptx::threads_sync<THREADS>(1);
 #pragma unroll
         for (int j = 0; j < OWN; ++j)
 #pragma unroll
@@ -262,10 +263,10 @@ __device__ __noinline__ void combine_large_parts(const DecodeParams& p, Storage&
             }
         }
       }
-      ptx::warpgroup_sync(1);
+      ptx::threads_sync<THREADS>(1);
       large.sums[half][mine] = sum;
-      ptx::warpgroup_sync(1);
-      const bool last_pass = pass + OWN * EVERY == HEIGHT * DIM;
+      ptx::threads_sync<THREADS>(1);
+      const bool last_pass = pass + OWN * EVERY >= height * DIM;
       const float of_mine = large.sums[0][mine] + large.sums[1][mine];
       if (!final) {  // in place of the group's first part
         const int place = row_of_part(0);

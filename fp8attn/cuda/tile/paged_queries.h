@@ -20,13 +20,26 @@ constexpr int QUERY_GROUP = 8;                                // queries of a gr
 template <int DIM>
 constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of K in a panel, as TMA writes it; and of Q
 
+// Quantizes a row: `codes` are panels of HEIGHT rows, with TMA's swizzle, of which a row that doesn't exist changes
+// nothing. Returns its scale; 0 of zeros, NaN if an element is not finite. Called by whole warps.
+template <int DIM, bool INT8, int HEIGHT>
+__device__ float quantize_row(const RowTeam& team, const RowChunk& chunk, uint8_t* codes, int row, bool exists) {
+  constexpr int PANEL = KEY_PANEL<DIM>;
+  const float largest = team.largest(chunk.largest), scale = row_scale_of<INT8>(largest), inverse = __frcp_rn(scale);
+  const bool has_nan = team.any(chunk.has_nan());
+  if (exists) {
+    uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
+    *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(row, team.channel % PANEL)) = {codes_of<INT8>(chunk.y, inverse), codes_of<INT8>(chunk.y + 4, inverse)};
+  }
+  return has_nan ? NAN : largest > 0.0f ? scale : 0.0f;
+}
+
 // Quantizes the rows of a tile. Called by all decoders. `codes`: panels of HEIGHT rows, with TMA's swizzle. Sets the
 // scales of the rows, times p.score_scale; NaN if a query is not finite. Sets `mean_score`, unless it is null, to what
 // K's mean adds to the rows' scores, which is nothing if not `has_mean`.
 template <typename T, int DIM, bool INT8, int HEIGHT, typename Blocks>
 __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT, Blocks>& tile, bool has_mean, uint8_t* codes, float (&row_scale)[HEIGHT],
                                  float* mean_score) {
-  constexpr int PANEL = KEY_PANEL<DIM>;
   const RowTeam team(DIM);
   const int rows = tile.height(p), above = threadIdx.x % 32 / team.lanes;  // rows of the warp above the thread's
   int mine = threadIdx.x / team.lanes;
@@ -54,16 +67,10 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) sum = fmaf(x[i], mean[i], sum);
     sum = team.sum(sum);
-    const RowChunk rotated(chunk, rotation, zeros);
-    const float largest = team.largest(rotated.largest), scale = row_scale_of<INT8>(largest), inverse = __frcp_rn(scale);
-    const bool has_nan = team.any(rotated.has_nan());
-    const uint2 of_chunk = {codes_of<INT8>(rotated.y, inverse), codes_of<INT8>(rotated.y + 4, inverse)};
-    const float kept = largest > 0.0f ? scale * unit : 1.0f;
+    const float scale = quantize_row<DIM, INT8, HEIGHT>(team, RowChunk(chunk, rotation, zeros), codes, mine, mine < rows);
     if (mine >= rows) continue;
-    uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
-    *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(mine, team.channel % PANEL)) = of_chunk;
     if (team.member == 0) {
-      row_scale[mine] = has_nan ? NAN : kept * p.score_scale;
+      row_scale[mine] = scale == 0.0f ? p.score_scale : scale * unit * p.score_scale;
       if (mean_score != nullptr) mean_score[mine] = sum * unit * p.score_scale;
     }
   }

@@ -97,9 +97,15 @@ struct WindowBlocks : TileBlocks {
 __device__ inline bool has_fixed_parts(const DecodeParams& p) { return p.part_log >= 0; }
 __device__ inline int log2_of_parts(const DecodeParams& p, int blocks) { return 31 - __clz(min(max(blocks >> p.part_log, 1), MOST_FIXED_PARTS)); }
 
-// CTAs share units: blocks, or fixed parts.
-__device__ inline int units_of(const DecodeParams& p, int blocks) {
-  return has_fixed_parts(p) ? int(blocks > 0) << log2_of_parts(p, blocks) : blocks;
+// What a CTA does for a tile beside its blocks takes about as long as so many of them, where tiles have many rows. They
+// are the first units of a tile.
+template <int HEIGHT>
+constexpr int BESIDE_BLOCKS = HEIGHT > 64 ? 4 : 0;
+
+// CTAs share units: blocks and what is beside them, or fixed parts.
+template <int HEIGHT>
+__device__ int units_of(const DecodeParams& p, int blocks) {
+  return has_fixed_parts(p) ? int(blocks > 0) << log2_of_parts(p, blocks) : blocks > 0 ? blocks + BESIDE_BLOCKS<HEIGHT> : 0;
 }
 
 // The number of a tile's first page.
@@ -122,7 +128,7 @@ template <int HEIGHT, typename Blocks>
 __device__ int units_of_head(const DecodeParams& p, const BatchRow& row) {
   int sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += units_of(p, Blocks(p, row, i * HEIGHT, HEIGHT).size());
+  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += units_of<HEIGHT>(p, Blocks(p, row, i * HEIGHT, HEIGHT).size());
   return sum;
 }
 
@@ -246,19 +252,23 @@ struct DecodeTiles {
 
   // Goes to the next tile, or its next part. Without one, begin is end.
   __device__ void next(const DecodeParams& p) {
+    constexpr int BESIDE = BESIDE_BLOCKS<HEIGHT>;
     const bool fixed = has_fixed_parts(p);
-    unit += fixed ? exists() : end - begin;
+    if (exists()) unit = fixed ? unit + 1 : end + BESIDE;
     begin = end = 0;
     if (left_ == 0) return;
-    for (int units = row_tile < 0 ? 0 : units_of(p, blocks.size()); unit >= units; units = units_of(p, blocks.size())) {
-      unit -= units, before += units;
-      if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
-      if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
-      blocks = Blocks(p, row, first_row(), HEIGHT);
-    }
-    const int size = blocks.size(), units = fixed ? 1 : min(size - unit, left_), log = fixed ? log2_of_parts(p, size) : 0;
-    begin = fixed ? unit * size >> log : unit, end = fixed ? (unit + units) * size >> log : unit + units;
-    left_ -= units;
+    do {
+      for (int units = row_tile < 0 ? 0 : units_of<HEIGHT>(p, blocks.size()); unit >= units; units = units_of<HEIGHT>(p, blocks.size())) {
+        unit -= units, before += units;
+        if (++row_tile == row_tiles<HEIGHT>(p)) row_tile = 0, ++kv_head;
+        if (kv_head == p.kv_heads) kv_head = 0, row = BatchRow(p, ++batch);
+        blocks = Blocks(p, row, first_row(), HEIGHT);
+      }
+      const int size = blocks.size(), units = fixed ? 1 : min(size + BESIDE - unit, left_), log = fixed ? log2_of_parts(p, size) : 0;
+      begin = fixed ? unit * size >> log : max(unit - BESIDE, 0), end = fixed ? (unit + units) * size >> log : max(unit + units - BESIDE, 0);
+      left_ -= units;
+      if (BESIDE > 0 && !exists()) unit += units;  // these were all beside blocks
+    } while (BESIDE > 0 && !exists() && left_ > 0);
   }
 
   // Whether there is one, and whether the CTA has all of its blocks.

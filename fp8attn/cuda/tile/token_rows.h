@@ -64,14 +64,21 @@ struct TokenExchange {
   uint8_t nonfinite[DECODER_WARPS];   // whether a warp's tokens have values that are not finite
 };
 
-// Makes elements of a word that are not finite zero. T: __half or __nv_bfloat16; or uint8_t: e4m3.
+// The signs of a word's elements that are not finite. T: __half or __nv_bfloat16; or uint8_t: e4m3.
 template <typename T>
-__device__ uint32_t finite_elements(uint32_t word) {
+__device__ uint32_t carried(uint32_t word) {
   constexpr bool FP8 = sizeof(T) == 1, F16 = std::is_same_v<T, __half>;
   constexpr uint32_t EXPONENT = FP8 ? 0x7F7F7F7F : F16 ? 0x7C007C00 : 0x7F807F80, LAST = FP8 ? 0x01010101 : F16 ? 0x04000400 : 0x00800080;
-  constexpr uint32_t SIGN = FP8 ? 0x80808080 : 0x80008000, ELEMENT = FP8 ? 0xFF : 0xFFFF;
+  constexpr uint32_t SIGN = FP8 ? 0x80808080 : 0x80008000;
   // where all bits of the exponent are set, adding its last one carries into the sign
-  return word & ~((((word & EXPONENT) + LAST & SIGN) >> (8 * sizeof(T) - 1)) * ELEMENT);
+  return (word & EXPONENT) + LAST & SIGN;
+}
+
+// Makes elements of a word that are not finite zero.
+template <typename T>
+__device__ uint32_t finite_elements(uint32_t word) {
+  constexpr uint32_t ELEMENT = sizeof(T) == 1 ? 0xFF : 0xFFFF;
+  return word & ~((carried<T>(word) >> (8 * sizeof(T) - 1)) * ELEMENT);
 }
 
 // T: of queries, and of tokens that aren't FP8. l: the thread's part of the sums. Element 4 group + 2 h + r of o[i] is

@@ -11,5 +11,5 @@ extern "C" bool decode_tensors(const void* params, int bytes) {
   constexpr long patience = 20000;
   auto* kernel = p.half ? fp8attn::decode_tensors<Instance, __half> : fp8attn::decode_tensors<Instance, __nv_bfloat16>;
   // the last CTA to store its part of a tile is then the one that has the tile's first keys
-  return cta::run<true>(kernel, p, p.ctas, DECODE_TENSORS_THREADS, 1, patience);
+  return cta::run<true>(kernel, p, p.ctas, decode_tensors_threads<Instance::config>, 1, patience);
 }

@@ -1,0 +1,466 @@
+// Attention of many queries to the KV cache of another engine.
+//
+// A tile has up to 128 rows. Two warpgroups attend to 64 of them each, or to the same rows, of which there are no more,
+// and to every second block each. A warpgroup checks blocks and converts their values (tile/checked_tokens.h). One warp
+// loads blocks, one the scales of tokens if each has its own, and the others bring the queries of the next tile.
+#pragma once
+
+#include "ptx/uniform.h"
+#include "tensors_blocks.h"
+#include "tile/many_rows.h"
+
+namespace fp8attn {
+
+template <DecodeTensorsConfig C>
+struct ManyShape {
+  static constexpr int attenders = MANY_ROWS / WGMMA_ROWS, threads = 128 * (attenders + 2);
+  static constexpr int registers = C.head_dim > 128 ? 216 : 200, checker_registers = C.head_dim > 128 ? 40 : 64, loader_registers = C.head_dim > 128 ? 40 : 48;
+  static constexpr int slots = C.fp8 ? (C.head_dim > 128 ? 2 : 4) : C.stages;      // of checked blocks
+  static constexpr int rooms = C.head_dim > 128 && !C.fp8 ? 1 : 2;                 // for queries of tiles
+  static constexpr int preparers = C.by_token ? 64 : 96, preparer_barrier = 2;  // another warp loads scales of tokens
+  static_assert(attenders == 2 && 2 * WGMMA_ROWS == MANY_ROWS);
+  // Each is always used by the same warpgroup if they share blocks.
+  static_assert(C.rows < MANY_ROWS || (C.stages % 2 == 0 && slots % 2 == 0));
+  static_assert(attenders * registers + checker_registers + loader_registers <= 65536 / 128);
+};
+
+// A warpgroup's sums, as it hands them to the other one: a part of a thread's output, and what its rows have in common.
+struct HandedSums {
+  float4 output[8][DECODERS], rows[DECODERS];
+};
+
+template <DecodeTensorsConfig C>
+struct alignas(1024) ManyStorage {
+  using Shape = ManyShape<C>;
+  using Tokens = CheckedTokens<__half, C.head_dim, C.fp8>;
+
+  uint8_t k[C.stages][TOKENS * row_bytes<C>], v[C.stages][TOKENS * row_bytes<C>];
+  uint8_t q[Shape::rooms][C.rows * row_bytes<C>];
+  uint8_t converted[C.fp8 ? Shape::slots : 1][C.fp8 ? Tokens::CONVERTED : 16];  // values in half precision
+  uint8_t zeros[128];
+  union {
+    HandedSums sums;
+    LargeParts<C.rows> parts;
+  };
+  float row_scale[Shape::rooms][C.rows];
+  int2 seen[Shape::rooms][C.rows];  // the first and the last token that a row sees; none of a row that isn't real
+  float k_scale[C.by_token ? C.stages : 1][TOKENS], v_scale[C.by_token ? C.stages : 1][TOKENS];  // of the blocks' tokens, if each has its own
+  alignas(4) NonfiniteTokens nonfinite[Shape::slots];
+  int missing[C.stages];  // bit i: copy i of the block has no page
+  TokenTilesOf<C> tiles[Shape::rooms];
+  UnitShares shares;
+  bool is_last;  // whether the CTA is the last one to store its part of the tile
+  uint64_t full[C.stages], empty[C.stages];
+  uint64_t checked[Shape::slots], taken[Shape::slots];          // blocks; values in half precision
+  uint64_t prepared[Shape::rooms], attended[Shape::rooms];      // tiles
+
+  // Whether warpgroups attend to the same rows.
+  __device__ static bool shares_blocks(const DecodeParams& p) { return p.part_height <= WGMMA_ROWS; }
+
+  __device__ void init(const DecodeParams& p) {
+    const int users = DECODER_WARPS * (shares_blocks(p) ? 1 : Shape::attenders);  // warps that attend to a block
+    for (int stage = 0; stage < C.stages; ++stage) {
+      ptx::mbarrier_init(&full[stage], C.by_token ? 33 : 1);  // blocks, and each lane's scales
+      ptx::mbarrier_init(&empty[stage], users + (C.fp8 ? DECODER_WARPS : 0));
+    }
+    for (int slot = 0; slot < Shape::slots; ++slot) ptx::mbarrier_init(&checked[slot], DECODER_WARPS), ptx::mbarrier_init(&taken[slot], users);
+    for (int room = 0; room < Shape::rooms; ++room) {
+      ptx::mbarrier_init(&prepared[room], Shape::preparers / 32);
+      ptx::mbarrier_init(&attended[room], DECODER_WARPS * (Shape::attenders + 1));  // also by those who check
+    }
+  }
+};
+
+// Brings the queries of a tile to shared memory: `q`. thread: of those that prepare.
+template <DecodeTensorsConfig C, typename T>
+__device__ void bring_queries(const DecodeParams& p, const TokenTilesOf<C>& tile, uint8_t* q, float* row_scale, int thread) {
+  constexpr int LANES = C.head_dim / CHUNK, STEP = ManyShape<C>::preparers / LANES;  // of a row; rows at a time
+  constexpr int TOGETHER = 4;                                                      // loads in flight
+  const int height = tile.height(p), above = thread % 32 / LANES, channel = thread % LANES * CHUNK;
+#pragma unroll 1
+  for (int first = thread / LANES; first - above < height; first += TOGETHER * STEP) {
+    if constexpr (C.fp8) {
+      Chunk<T> chunks[TOGETHER];
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int row = first + i * STEP;
+        const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
+        if (row < height && query.real) chunks[i].template load<true>(query_at<T>(p, tile.batch, query) + channel);
+      }
+      const RowTeam team(C.head_dim);
+      constexpr float zeros[CHUNK] = {};
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int row = first + i * STEP;
+        const float scale = quantize_row<C.head_dim, false, C.rows>(team, RowChunk(chunks[i], TeamRotation(0, team, 1.0f), zeros), q, row, row < height);
+        if (row < height && team.member == 0) row_scale[row] = scale == 0.0f ? p.score_scale : scale * p.score_scale;
+      }
+    } else {
+      constexpr int PANEL = 128;
+      uint8_t* const panel = q + 2 * channel / PANEL * C.rows * PANEL;
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i) {
+        const int row = first + i * STEP;
+        if (row >= height) break;
+        const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
+        ptx::cp_async_16(panel + ptx::swizzled<PANEL>(row, 2 * channel % PANEL), query_at<T>(p, tile.batch, query.real ? query : QueryRow(0, 0)) + channel, query.real);
+      }
+    }
+  }
+  if constexpr (!C.fp8) ptx::cp_async_wait();
+}
+
+// Some warps bring one tile's queries after another, as many tiles ahead as there are rooms.
+template <DecodeTensorsConfig C, typename T>
+__device__ void prepare_tiles(const DecodeParams& p, ManyStorage<C>& shared, TokenTilesOf<C>& first, int thread) {
+  using Shape = ManyShape<C>;
+  if (thread == 0) {
+    first.next(p);
+    shared.tiles[0] = first;
+  }
+  Ring<Shape::rooms> room;
+  for (;;) {
+    ptx::threads_sync<Shape::preparers>(Shape::preparer_barrier);
+    const TokenTilesOf<C>& tile = shared.tiles[room.stage];
+    const bool exists = tile.exists();
+    if (exists) {
+      for (int row = thread; row < C.rows; row += Shape::preparers) {
+        const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + row).position;
+        shared.seen[room.stage][row] = position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
+      }
+      bring_queries<C, T>(p, tile, shared.q[room.stage], shared.row_scale[room.stage], thread);
+    }
+    ptx::fence_proxy_async();  // wgmma reads queries
+    __syncwarp();
+    if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.prepared[room.stage]);
+    if (!exists) return;
+    const int before = room.stage;
+    room.advance();
+    ptx::mbarrier_wait(&shared.attended[room.stage], room.phase ^ 1);
+    if (thread == 0) {
+      TokenTilesOf<C> next = shared.tiles[before];
+      next.next(p);
+      shared.tiles[room.stage] = next;
+    }
+  }
+}
+
+// Checks a block of tokens, and converts its values.
+template <DecodeTensorsConfig C, typename T>
+__device__ void check_block(ManyStorage<C>& shared, const Ring<C.stages>& ring, const Ring<ManyShape<C>::slots>& slot, int thread) {
+  using Tokens = CheckedTokens<T, C.head_dim, C.fp8>;
+  ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
+  uint8_t* const v = shared.v[ring.stage];
+  typename Tokens::Sums sums;
+  Tokens::template start_products<false>(sums, v, shared.zeros);
+  if constexpr (C.fp8) {  // keys show in scores
+    ptx::mbarrier_wait(&shared.taken[slot.stage], slot.phase ^ 1);
+    Tokens::template convert<true>(v, shared.converted[slot.stage], thread);
+  } else {
+    Tokens::template start_products<true>(sums, shared.k[ring.stage], shared.zeros);
+  }
+  bool found = Tokens::is_nonfinite(sums, thread);
+  if constexpr (C.by_token) {
+    const int token = Tokens::token(thread);
+    found |= (shared.k_scale[ring.stage][token] + shared.v_scale[ring.stage][token]) * 0.0f != 0.0f;
+  }
+  const bool any = __any_sync(~0u, found);
+  if (any) {
+    if constexpr (C.fp8)
+      Tokens::template convert<false>(v, shared.converted[slot.stage], thread);
+    else
+      Tokens::remove(v, thread);
+    if (thread % 32 < 16) shared.nonfinite[slot.stage].tokens[Tokens::token(thread)] = found;
+  }
+  if (C.fp8 || any) ptx::fence_proxy_async();
+  if (thread % 32 == 0) shared.nonfinite[slot.stage].warps[thread / 32] = any;
+  __syncwarp();
+  if (thread % 32 != 0) return;
+  ptx::mbarrier_arrive(&shared.checked[slot.stage]);
+  if constexpr (C.fp8) ptx::mbarrier_arrive(&shared.empty[ring.stage]);
+}
+
+// A warpgroup checks the blocks of all tiles.
+template <DecodeTensorsConfig C, typename T>
+__device__ void check_blocks(ManyStorage<C>& shared) {
+  using Shape = ManyShape<C>;
+  const int thread = threadIdx.x % 128;
+  Ring<C.stages> ring;
+  Ring<Shape::slots> slot;
+  Ring<Shape::rooms> room;
+  for (;; room.advance()) {
+    ptx::mbarrier_wait(&shared.prepared[room.stage], room.phase);
+    const int blocks = shared.tiles[room.stage].end - shared.tiles[room.stage].begin;
+    if (blocks == 0) return;
+    __syncwarp();
+    if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.attended[room.stage]);
+#pragma unroll 1
+    for (int block = 0; block < blocks; ++block, ring.advance(), slot.advance()) check_block<C, T>(shared, ring, slot, thread);
+  }
+}
+
+// The tokens that some rows of a tile all see: first ... last.
+struct SeenByAll {
+  int first, last;
+
+  __device__ SeenByAll(const DecodeParams& p, const BatchRow& row, int first_row, int rows) {
+    const int start = row.end - row.count;
+    first = first_seen(p, start + min(query_of(p, first_row + rows - 1), row.count - 1)), last = last_seen(p, start + query_of(p, first_row), row.end);
+  }
+};
+
+// Whether a row of queries in half precision is finite, by the four lanes that have it: -inf would hide keys. `q`: as
+// TilePreparer has written it.
+template <DecodeTensorsConfig C, typename T>
+__device__ bool is_finite_row(const uint8_t* q, int row) {
+  constexpr int PANEL = 128, BYTES = C.head_dim * sizeof(T);
+  bool finite = true;
+#pragma unroll
+  for (int from = 0; from < BYTES; from += 4 * 16) {
+    const int byte = from + threadIdx.x % 4 * 16;
+    const uint4 chunk = *reinterpret_cast<const uint4*>(q + byte / PANEL * C.rows * PANEL + ptx::swizzled<PANEL>(row, byte % PANEL));
+    for (uint32_t word : {chunk.x, chunk.y, chunk.z, chunk.w}) finite &= carried<T>(word) == 0;
+  }
+  const uint32_t lanes = __ballot_sync(~0u, finite) >> (threadIdx.x % 32 / 4 * 4);
+  return (lanes & 15) == 15;
+}
+
+// Adds the sums of the second warpgroup to those of the first one. Called by both.
+template <typename Rows>
+__device__ void add_handed(HandedSums& handed, Rows& rows, bool hands) {
+  const int thread = threadIdx.x % DECODERS;
+  if (hands) handed.rows[thread] = {rows.m[0], rows.l[0], rows.m[1], rows.l[1]};
+  float4 factors = {};
+#pragma unroll
+  for (int pass = 0; pass < Rows::PASSES; ++pass) {
+    constexpr int LOADS = Rows::PASS / 4;
+    if (hands) {
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        const float(&mine)[4] = rows.o[pass * LOADS + i];
+        handed.output[i][thread] = {mine[0], mine[1], mine[2], mine[3]};
+      }
+    }
+    ptx::threads_sync<2 * DECODERS>(1);
+    if (!hands) {
+      if (pass == 0) factors = rows.merge(handed.rows[thread]);
+#pragma unroll
+      for (int i = 0; i < LOADS; ++i) {
+        const float4 theirs = handed.output[i][thread];
+        float(&mine)[4] = rows.o[pass * LOADS + i];
+        mine[0] = fmaf(theirs.x, factors.y, mine[0] * factors.x), mine[1] = fmaf(theirs.y, factors.y, mine[1] * factors.x);
+        mine[2] = fmaf(theirs.z, factors.w, mine[2] * factors.z), mine[3] = fmaf(theirs.w, factors.w, mine[3] * factors.z);
+      }
+    }
+    ptx::threads_sync<2 * DECODERS>(1);
+  }
+}
+
+// A lane has two of every eight channels of a row, the first ones two times its number in its quad. Afterwards it has
+// every fourth eight of them.
+template <int N>
+__device__ void gather_in_quads(uint32_t (&words)[N]) {
+  static_assert(N % 4 == 0);
+#pragma unroll
+  for (int i = 0; i < N; i += 4)
+#pragma unroll
+    for (int distance = 1; distance < 4; distance *= 2) {
+      const bool upper = threadIdx.x & distance;
+#pragma unroll
+      for (int low = 0; low < 4; ++low) {
+        if (low & distance) continue;
+        uint32_t &a = words[i + low], &b = words[i + low + distance];
+        const uint32_t other = __shfl_xor_sync(~0u, upper ? a : b, distance);
+        (upper ? a : b) = other;
+      }
+    }
+}
+
+// Stores row h of a thread's two, times `weight`. `to`: its first channel, if it is real. Out: the output's type.
+template <typename Out, typename Rows>
+__device__ void store_row(void* out, int64_t to, const Rows& rows, int h, float weight, bool real, Fragment f) {
+  constexpr int N = Rows::OF_CHANNELS;
+  if constexpr (sizeof(Out) == 4) {
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (real) *reinterpret_cast<float2*>(static_cast<float*>(out) + to + 8 * i + f.column) = {rows.o[i][2 * h] * weight, rows.o[i][2 * h + 1] * weight};
+  } else {
+    uint32_t words[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) words[i] = word_of<Out>(rows.o[i][2 * h] * weight, rows.o[i][2 * h + 1] * weight);
+    gather_in_quads(words);
+#pragma unroll
+    for (int i = 0; i < N; i += 4)
+      if (real) *reinterpret_cast<uint4*>(static_cast<Out*>(out) + to + 8 * i + 4 * f.column) = {words[i], words[i + 1], words[i + 2], words[i + 3]};
+  }
+}
+
+// Stores the output and LSE of a warpgroup's rows, or partial results. `first`: its first row in the tile. `row_scale`,
+// `seen`: of the tile's rows.
+template <DecodeTensorsConfig C, typename Rows>
+__device__ void store_many_rows(const DecodeParams& p, const TokenTilesOf<C>& tile, const Rows& rows, int first, const float* row_scale, const int2* seen, float restore, Fragment f) {
+  const int place = tile.place(p);
+  const bool complete = tile.complete();
+  const OutType type = complete ? p.out_type : OutType::f32;
+  void* const out = complete ? p.out : p.parts;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int mine = first + f.row + 8 * h;
+    const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
+    const bool real = query.real && mine < tile.height(p), nonfinite = C.fp8 && real && seen[mine].y >= 0 && row_scale[mine] != row_scale[mine];
+    const float l = nonfinite ? NAN : rows.l[h], m = rows.m[h];
+    const float weight = weight_of(restore, complete, l);
+    const int64_t part = int64_t(place) * p.part_height + mine, to = (complete ? int64_t(query.out_row(p, tile.batch)) : part) * C.head_dim;
+    if (real && f.column == 0) {
+      if (complete)
+        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
+      else
+        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
+    }
+    switch (type) {
+      case OutType::bf16:
+        store_row<__nv_bfloat16>(out, to, rows, h, weight, real, f);
+        break;
+      case OutType::f16:
+        store_row<__half>(out, to, rows, h, weight, real, f);
+        break;
+      case OutType::f32:
+        store_row<float>(out, to, rows, h, weight, real, f);
+        break;
+    }
+  }
+}
+
+// A warpgroup attends to the blocks of all tiles of the CTA, the `number`-th of those that do.
+template <DecodeTensorsConfig C, typename T>
+__device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& shared, int number) {
+  using Shape = ManyShape<C>;
+  using Rows = ManyRows<T, C.head_dim, C.fp8, C.by_token>;
+  const TokenCopies copies(p);
+  const bool shares_blocks = shared.shares_blocks(p), elected = threadIdx.x % 32 == 0;
+  const int first = shares_blocks ? 0 : WGMMA_ROWS * number;
+  Ring<C.stages> ring;
+  Ring<Shape::slots> slot;
+  Ring<Shape::rooms> room;
+  for (;; room.advance()) {
+    ptx::mbarrier_wait(&shared.prepared[room.stage], room.phase);
+    const TokenTilesOf<C>& tile = shared.tiles[room.stage];
+    if (!tile.exists()) return;
+    Fragment f = Fragment::mine();
+    compute_late(f.row), compute_late(f.column);
+    const TensorScales of_all(p, tile, C.fp8 && !C.by_token);
+    const float* const row_scale = shared.row_scale[room.stage];
+    const int2* const seen = shared.seen[room.stage];
+    const uint8_t* const queries = shared.q[room.stage] + first * TokenPanels<row_bytes<C>>::PANEL;
+    Rows rows;
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int mine = first + f.row + 8 * h;
+      if (seen[mine].y >= p.capacity) rows.l[h] = NAN;  // tokens that the page table has no place for
+      if constexpr (!C.fp8) {
+        if (!is_finite_row<C, T>(shared.q[room.stage], mine) && seen[mine].y >= 0) rows.l[h] = NAN;
+      }
+      const float sink = shares_blocks && number > 0 ? -INFINITE : sink_of(p, tile, mine, seen[mine]);
+      if (sink != -INFINITE) rows.add_sink(h, sink, f.column == 0);
+      factor[h] = C.fp8 ? row_scale[mine] : p.score_scale;
+      if constexpr (C.fp8 && !C.by_token) factor[h] = score_factor(factor[h] * of_all.k, false);
+    }
+    const SeenByAll by_all(p, tile.row, tile.first_row() + first, WGMMA_ROWS);
+    const uint32_t never_plain = p.softcap > 0.0f || of_all.nan() != 0.0f;
+    const auto free_tokens = [&](int stage) {
+      if (elected) ptx::mbarrier_arrive(&shared.empty[stage]);
+    };
+    const auto free_values = [&](int place) {
+      if (elected) ptx::mbarrier_arrive(C.fp8 ? &shared.taken[place] : &shared.empty[place]);
+    };
+    int block = tile.blocks.first + tile.begin;
+    const int end = tile.blocks.first + tile.end;
+    const auto go_on = [&] { ++block, ring.advance(), slot.advance(); };
+    const auto skip_to = [&](int other) {
+      for (; block < other; go_on()) {
+        ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
+        ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);
+        __syncwarp();
+        free_tokens(ring.stage);
+        if constexpr (C.fp8) free_values(slot.stage);
+      }
+    };
+    int upto = end;
+    if (shares_blocks) {
+      if (block < end && ring.stage % 2 != number) go_on();
+    } else {
+      const TokenBlocks seen_blocks(p, tile.row, tile.first_row() + first, WGMMA_ROWS);
+      skip_to(min(seen_blocks.first, end));
+      upto = min(end, seen_blocks.first + seen_blocks.count);
+    }
+    if (block < upto) {
+      typename Rows::Scores s;
+      ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
+      Rows::start(s, shared.k[ring.stage], queries);
+      Rows::template wait_scores<0>(s);
+      int values = -1;  // of the block before: a slot, or the stage that they came in
+      for (;;) {
+        const int stage = ring.stage, start = block * TOKENS, place = C.fp8 ? slot.stage : stage;
+        const int missing = shared.missing[stage] & ((1 << copies.of_block) - 1);
+        ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);
+        const NonfiniteTokens& nonfinite = shared.nonfinite[slot.stage];
+        const uint32_t any_nonfinite = nonfinite.any();
+        __syncwarp();
+        if constexpr (C.fp8 && !C.by_token) free_tokens(stage);
+        const bool plain = (any_nonfinite | missing | never_plain) == 0;
+        if (!plain) {
+          const auto is_nan = [&](int token) {
+            if (any_nonfinite && nonfinite.has(token)) return true;
+            return (missing >> (token >> copies.shift) & 1) || of_all.nan() != 0.0f;
+          };
+          Rows::finish_scores(s, factor, shared.k_scale[C.by_token ? stage : 0], is_nan, seen + first, start, p.softcap, f);
+        } else {
+          if constexpr (C.by_token) Rows::scale_by_token(s, factor, shared.k_scale[stage], f);
+          if (start < by_all.first || start + TOKENS - 1 > by_all.last) Rows::hide(s, seen + first, start, f);
+        }
+        const bool scaled = C.by_token || !plain;
+        const float to_base_2[2] = {scaled ? 1.0f : factor[0], scaled ? 1.0f : factor[1]};
+        float kept[2];
+        rows.weigh(s, to_base_2, C.by_token ? shared.v_scale[stage] : nullptr, f, kept);
+        rows.finish_products();
+        __syncwarp();
+        if constexpr (C.by_token) free_tokens(stage);
+        if (values >= 0) free_values(values);
+        rows.take(s, kept);
+        values = place;
+        go_on();
+        if (shares_blocks && block < upto) go_on();
+        const bool more = block < upto;
+        if (more) ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
+        // Behind the last block anything is multiplied: nvcc makes products wait for each other if only some rounds
+        // start them.
+        Rows::start(s, more ? shared.k[ring.stage] : queries, queries);
+        rows.multiply(C.fp8 ? shared.converted[place] : shared.v[place]);
+        Rows::template wait_scores<1>(s);
+        if (!C.fp8 && shares_blocks) {  // few blocks are in flight, and memory is what the call waits for
+          rows.finish_products();
+          __syncwarp();
+          free_values(values);
+          values = -1;
+        }
+        if (!more) break;
+      }
+      rows.finish_products();
+      __syncwarp();
+      if (values >= 0) free_values(values);
+    }
+    if (!shares_blocks) skip_to(end);
+    rows.finish();
+    if (shares_blocks) add_handed(shared.sums, rows, number > 0);
+    if (!shares_blocks || number == 0) store_many_rows<C, Rows>(p, tile, rows, first, row_scale, seen, of_all.restore(), f);
+    if (!tile.complete()) {
+      combine_large_parts<C.head_dim>(p, shared, tile, shared.parts);
+      ptx::threads_sync<2 * DECODERS>(1);  // nobody reads weights any more
+    }
+    __syncwarp();
+    if (elected) ptx::mbarrier_arrive(&shared.attended[room.stage]);
+  }
+}
+
+}  // namespace fp8attn
