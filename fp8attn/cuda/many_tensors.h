@@ -74,11 +74,11 @@ struct alignas(1024) ManyStorage {
 // Brings the queries of a tile to shared memory: `q`. thread: of those that prepare.
 template <DecodeTensorsConfig C, typename T>
 __device__ void bring_queries(const DecodeParams& p, const TokenTilesOf<C>& tile, uint8_t* q, float* row_scale, int thread) {
-  constexpr int LANES = C.head_dim / CHUNK, STEP = ManyShape<C>::preparers / LANES;  // of a row; rows at a time
+  constexpr int ROW_LANES = C.head_dim / CHUNK, STEP = ManyShape<C>::preparers / ROW_LANES;  // rows at a time
   constexpr int TOGETHER = 4;                                                      // loads in flight
-  const int height = tile.height(p), above = thread % 32 / LANES, channel = thread % LANES * CHUNK;
+  const int height = tile.height(p), above = thread % 32 / ROW_LANES, channel = thread % ROW_LANES * CHUNK;
 #pragma unroll 1
-  for (int first = thread / LANES; first - above < height; first += TOGETHER * STEP) {
+  for (int first = thread / ROW_LANES; first - above < height; first += TOGETHER * STEP) {
     if constexpr (C.fp8) {
       Chunk<T> chunks[TOGETHER];
 #pragma unroll

@@ -431,7 +431,11 @@ INVARIANT_MUTANTS = {
     "longer parts in batches": ("tile/paged_schedule.h", "max(blocks >> p.part_log, 1)", "max(blocks >> p.part_log >> (p.batches > 1), 1)"),
     "one place for the parts of a CTA": ("tile/paged_schedule.h", "? before + unit : 2", "? 2 * blockIdx.x : 2"),
     "parts that overlap": ("tile/paged_schedule.h", "fixed ? (unit + units) * size >> log", "fixed ? min(((unit + units) * size >> log) + 1, size)"),
-    "a part left out": ("tile/paged_parts.h", "count = fixed ? units :", "count = fixed ? max(units - 1, 1) :"),
+    "a part left out": (
+        "tile/paged_parts.h",
+        "count = fixed ? units_of<HEIGHT>(p, tile.blocks.size()) :",
+        "count = fixed ? max(units_of<HEIGHT>(p, tile.blocks.size()) - 1, 1) :",
+    ),
     "every other part": ("tile/paged_parts.h", "return fixed ? 1 : 2;", "return 2;"),
 }
 """Of fixed parts."""

@@ -430,6 +430,8 @@ def many_calls_are_right(libraries: dict[decode_tensors.DecodeTensorsConfig, bui
         bits = call.cache.v.view(torch.uint8 if case.dtype == E4M3 else torch.int16)
         for row, token in enumerate((20, 28, 85)):
             bits[int(call.batch.page_table[row, token // 16]), token % 16, 0, 7] = 0xFF if case.dtype == E4M3 else 0x7FC0
+        if case.dtype != E4M3:
+            call.cache.k[int(call.batch.page_table[2, 50 // 16]), 50 % 16, 0, 7] = -torch.inf  # a score of -inf, or NaN
         call.batch.page_table[3, 1] = -1
         assert_close(attend(library, call, replace(H100, sm_count=2)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
     library = libraries[config_of(MANY_CASES["bf16"][0])]
