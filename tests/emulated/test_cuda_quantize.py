@@ -451,7 +451,7 @@ SYNCS = {
 
 def file_of(name: str) -> str:
     """The file that a line of SYNCS is in."""
-    (file,) = (file for file, text in emulation.included("quantize.cpp", emulation.sources()).items() if SYNCS[name][0] in text)
+    (file,) = (file for file, text in emulation.included("quantize.cuh", emulation.sources()).items() if SYNCS[name][0] in text)
     return file
 
 

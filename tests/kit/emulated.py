@@ -66,7 +66,8 @@ class Emulated:
             patch.setattr(cuda_run, "library_of", lambda config, _: self.library(config))
             launch = Launch(call, config, device)
         for name, head in parts:
-            emulation.bring(self.library(config), *(x.flatten(0, 1)[head] for x in (late[name], given[name])), launch.ready[head])
+            to, source = (x.flatten(0, 1)[head] for x in (late[name], given[name]))
+            emulation.bring(self.library(config), call.q.dtype == torch.float16, to, source, launch.ready[head])
         launch.attend(dataclasses.replace(call, **late), out, lse, len(names))
         assert (launch.ready == len(names)).all()
         return out, lse

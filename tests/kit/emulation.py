@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import functools
 import hashlib
@@ -296,6 +297,15 @@ def included(name: str, files: dict[str, str]) -> dict[str, str]:
     return found
 
 
+def mutated(name: str, mutations: Sequence[Mutation], instance: str) -> dict[str, str]:
+    """The sources with mutations, each of a file that the file `name` includes, and with an instance.h."""
+    files = sources() | {"instance.h": instance}
+    for file, right, wrong in mutations:
+        files[file] = mutate(files[file], right, wrong, file)
+    assert {file for file, _, _ in mutations} <= included(name, files).keys(), f"{name} doesn't include what is broken"
+    return files
+
+
 def cache() -> Path:
     """The folder of compiled libraries. Workers share it, and it persists between runs."""
     folder = Path(os.environ.get("FP8ATTN_TEST_CACHE") or Path(tempfile.gettempdir()) / f"fp8attn-emulated-{os.getuid()}")
@@ -324,7 +334,8 @@ def _compiler() -> str:
 def _compile(*arguments: str | Path) -> None:
     command = ["g++", *FLAGS, f"-isystem{cuda_headers()}", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
+    if done.returncode != 0:  # no AssertionError: a mutant that doesn't compile is not a mutant that is seen
+        raise RuntimeError(done.stderr[:4000])
 
 
 def _made(key: object, make: Callable[[Path], None]) -> Path:
@@ -340,14 +351,53 @@ def _made(key: object, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _precompiled() -> Path:
-    """The folder of the precompiled header that every file includes first; mainly CUDA's headers."""
+COMMON = ("cta.h", "run.h", *(f"ptx/{name}.h" for name in ("cluster", "convert", "cp_async", "flag", "grid", "mma", "tma", "wgmma")))
+"""Headers that are precompiled."""
+
+RUNTIME = ("run.cpp", "engines.cpp")
+"""What all kernels have in common, compiled once."""
+
+
+def _written(files: dict[str, str], folder: str | Path) -> Path:
+    """The folder, with the files in it."""
+    for file, text in files.items():
+        (Path(folder) / file).parent.mkdir(exist_ok=True)
+        (Path(folder) / file).write_text(text)
+    return Path(folder)
+
+
+def _precompiled(files: dict[str, str]) -> Path:
+    """The folder of the header that a source includes first, precompiled: COMMON."""
+    needed = {name: text for header in COMMON for name, text in included(header, files).items()}
 
     def make(folder: Path) -> None:
-        (folder / "cta.h").write_text(sources()["cta.h"])
-        _compile("-x", "c++-header", folder / "cta.h", "-o", folder / "cta.h.gch")
+        with tempfile.TemporaryDirectory() as temporary:
+            text = "".join(f'#include "{name}"\n' for name in COMMON)
+            _written(needed | {"common.h": text}, temporary)
+            _compile("-x", "c++-header", "-I", temporary, Path(temporary) / "common.h", "-o", folder / "common.h.gch")
 
-    return _made(sources()["cta.h"], make)
+    return _made((COMMON, sorted(needed.items())), make)
+
+
+def _runtime() -> Path:
+    """The folder of the objects of RUNTIME."""
+    files = sources()
+    needed = {file: text for name in RUNTIME for file, text in included(name, files).items()}
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as temporary:
+            _written(needed, temporary)
+            for name in RUNTIME:
+                _compile("-O3", "-c", "-I", temporary, Path(temporary) / name, "-o", folder / f"{name}.o")
+
+    return _made(sorted(needed.items()), make)
+
+
+@functools.cache
+def _digest_of_runtime() -> str:
+    """Of the files that COMMON and RUNTIME include."""
+    files = [sorted(included(file, sources()).items()) for file in (*COMMON, *RUNTIME)]
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
@@ -356,22 +406,17 @@ def library(name: str, *mutations: Mutation, instance: str = "") -> ctypes.CDLL:
     reason = missing()
     if reason is not None:
         pytest.skip(reason)
-    files = sources() | {"instance.h": instance}
-    for file, right, wrong in mutations:
-        files[file] = mutate(files[file], right, wrong, file)
+    files = mutated(name, mutations, instance)
     needed = included(name, files)
-    assert {file for file, _, _ in mutations} <= needed.keys(), f"{name} doesn't include what is broken"
 
     def make(folder: Path) -> None:
+        precompiled, runtime = _precompiled(files), _runtime()
         with tempfile.TemporaryDirectory() as temporary:
-            for file, text in needed.items():
-                if file != "cta.h":  # it would be found before the precompiled one
-                    (Path(temporary) / file).parent.mkdir(exist_ok=True)
-                    (Path(temporary) / file).write_text(text)
-            precompiled = _precompiled()
-            _compile("-shared", "-I", precompiled, "-I", temporary, "-include", "cta.h", Path(temporary) / name, "-o", folder / "kernel.so")
+            _written(needed, temporary)
+            folders, objects = ("-I", precompiled, "-I", temporary), (runtime / f"{file}.o" for file in RUNTIME)
+            _compile("-shared", *folders, "-include", "common.h", Path(temporary) / name, *objects, "-o", folder / "kernel.so")
 
-    return ctypes.CDLL(str(_made((name, sorted(needed.items())), make) / "kernel.so"))
+    return ctypes.CDLL(str(_made((name, sorted(needed.items()), _digest_of_runtime()), make) / "kernel.so"))
 
 
 def instance_of(config: render.Config) -> str:
@@ -383,6 +428,25 @@ def instance_of(config: render.Config) -> str:
         f"namespace fp8attn {{\nstruct Instance {{\n  static constexpr {type(config).__name__} config{{{fields}}};\n}};\n"
         f"{render.storage_check(config, 'Instance')}}}\n"
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """A .cpp file in tests/kit/emulation, with the instance.h of a config and with mutations of the sources."""
+
+    name: str
+    config: render.Config
+    mutations: tuple[Mutation, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.mutations:  # here, and not where a test expects an assertion to fail
+            mutated(self.name, self.mutations, instance_of(self.config))
+
+    @functools.cache  # noqa: B019
+    def variant(self, **numbers: int) -> ctypes.CDLL:
+        """The library with these numbers in C++'s Variant. Each is compiled on first use."""
+        members = "".join(f"  static constexpr int {name} = {int(number)};\n" for name, number in numbers.items())
+        return library(self.name, *self.mutations, instance=f"{instance_of(self.config)}namespace fp8attn {{\nstruct Variant {{\n{members}}};\n}}\n")
 
 
 def guarded(x: torch.Tensor) -> torch.Tensor:
@@ -795,13 +859,13 @@ def _run(library: ctypes.CDLL, described: bytes, ctas: int) -> None:
     assert library.forward(described, len(described), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
-def _forward(library: ctypes.CDLL, *arguments) -> None:
+def _forward(source: Source, *arguments) -> None:
     """binding.cpp's forward for the portable kernel."""
     a = ForwardArguments(*arguments)
-    _run(library, bytes(params(a)), a.ctas)
+    _run(source.variant(), bytes(params(a)), a.ctas)
 
 
-def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
+def _forward_hopper(source: Source, *arguments) -> None:
     """binding.cpp's forward for the Hopper kernel."""
     a = ForwardArguments(*arguments)
     p = params(a)
@@ -809,29 +873,35 @@ def _forward_hopper(library: ctypes.CDLL, *arguments) -> None:
         blocks = p.mask_batches * p.mask_heads * p.mask_groups * -(-p.kv_length // KEYS)
         room = torch.full((4 * p.mask_rows * blocks + -(-blocks // 4),), 0x55555555, dtype=torch.int32)
         p.mask_bits, p.block_mask = room.data_ptr(), room[4 * p.mask_rows * blocks :].data_ptr()
+    library = source.variant(half=a.q.dtype == torch.float16)
     with kept_back(library, a.tile_table):
         _run(library, tensor_maps(a) + bytes(p), a.ctas)
 
 
-def bring(library: build.Library, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
+def bring(library: build.Library, half: bool, to: torch.Tensor, source: torch.Tensor, ready: torch.Tensor) -> None:
     """Schedule work of the previous grid that happens while the next launch runs: copy `source`, contiguous, to `to`,
     and increment `ready`.
 
     The work that was scheduled last is done first.
+
+    Args:
+        half: whether the queries of the next launch are halves.
     """
     size = source.numel() * source.element_size()
     assert source.is_contiguous() and to.is_contiguous() and size == to.numel() * to.element_size()
-    library.operators.on_cpu.bring(*(ctypes.c_void_p(x.data_ptr()) for x in (to, source)), ctypes.c_int64(size), ctypes.c_void_p(ready.data_ptr()))
+    kernel = library.operators.on_cpu.variant(half=half)
+    kernel.bring(*(ctypes.c_void_p(x.data_ptr()) for x in (to, source)), ctypes.c_int64(size), ctypes.c_void_p(ready.data_ptr()))
 
 
-def _forward_from_fp16(library: ctypes.CDLL, *arguments) -> None:
+def _forward_from_fp16(source: Source, *arguments) -> None:
     """binding.cpp's forward_from_fp16."""
-    _run(library, bytes(MAPS) + bytes(params_from_fp16(arguments)), arguments[1])
+    p = params_from_fp16(arguments)
+    _run(source.variant(half=p.half), bytes(MAPS) + bytes(p), arguments[1])
 
 
 def library_of(config: Config, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of a compiled one."""
-    emulated = library(MAIN[type(config)], *mutations, instance=instance_of(config))
+    emulated = Source(MAIN[type(config)], config, mutations)
 
     def operator(launch: Callable[..., None]) -> SimpleNamespace:
         return SimpleNamespace(default=functools.partial(launch, emulated))
@@ -844,48 +914,48 @@ def library_of(config: Config, *mutations: Mutation) -> build.Library:
     return build.Library(operators, {config: 0})
 
 
-def _quantize(library: ctypes.CDLL, launcher: int, ctas: int, sampled: int, stats_bytes: int, *tensors: torch.Tensor | None) -> None:
+def _quantize(instances: Sequence[Source], launcher: int, ctas: int, sampled: int, stats_bytes: int, *tensors: torch.Tensor | None) -> None:
     """binding.cpp's quantize."""
     stats = torch.full((stats_bytes // 4,), torch.nan) if stats_bytes else None
-    _run_quantizer(library, launcher, ctas, quantize_params(tensors[:-1], sampled, tensors[-1], stats))
+    _run_quantizer(instances, launcher, ctas, quantize_params(tensors[:-1], sampled, tensors[-1], stats))
 
 
-def _run_quantizer(library: ctypes.CDLL, launcher: int, ctas: int, p: QuantizeParams) -> None:
-    config = quantize.INSTANCES[launcher]
-    ended = library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas, config.token_chunks, config.packed)
-    assert ended & 0xFF, "the emulated kernel doesn't come to an end"
+def _run_quantizer(instances: Sequence[Source], launcher: int, ctas: int, p: QuantizeParams) -> None:
+    library = instances[launcher].variant(int8=p.int8, half=p.half)
+    assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
-def _quantize_packed(library: ctypes.CDLL, launcher: int, ctas: int, cluster_chunks: int, stats_bytes: int, *tensors) -> None:
+def _quantize_packed(instances: Sequence[Source], launcher: int, ctas: int, cluster_chunks: int, stats_bytes: int, *tensors) -> None:
     """binding.cpp's quantize_packed."""
     stats = torch.full((stats_bytes // 4,), torch.nan)
-    _run_quantizer(library, launcher, ctas, quantize_packed_params(ctas, cluster_chunks, stats, *tensors))
+    _run_quantizer(instances, launcher, ctas, quantize_packed_params(ctas, cluster_chunks, stats, *tensors))
 
 
-def _measure_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
+def _measure_part(instances: Sequence[Source], launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
     """binding.cpp's measure_part."""
     for x in tensors[1:]:
         x.view(torch.uint8).fill_(0xFF)
-    _run_quantizer(library, launcher, ctas, measure_part_params(*tensors))
+    _run_quantizer(instances, launcher, ctas, measure_part_params(*tensors))
 
 
-def _write_part(library: ctypes.CDLL, launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
+def _write_part(instances: Sequence[Source], launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
     """binding.cpp's write_part."""
-    _run_quantizer(library, launcher, ctas, write_part_params(*tensors))
+    _run_quantizer(instances, launcher, ctas, write_part_params(*tensors))
 
 
 def quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
-    emulated = library("quantize.cpp", *mutations)
+    instances = [Source("quantize.cpp", config, mutations) for config in quantize.INSTANCES]
     launches = {"quantize": _quantize, "quantize_packed": _quantize_packed, "measure_part": _measure_part, "write_part": _write_part}
-    operators = SimpleNamespace(**{name: SimpleNamespace(default=functools.partial(launch, emulated)) for name, launch in launches.items()})
+    operators = SimpleNamespace(**{name: SimpleNamespace(default=functools.partial(launch, instances)) for name, launch in launches.items()})
     return build.Library(operators, {c: i for i, c in enumerate(quantize.INSTANCES)})
 
 
-def _quantize_general(library: ctypes.CDLL, launcher: int, ctas: int, numbers, operands, results) -> None:
+def _quantize_general(source: Source, launcher: int, ctas: int, numbers, operands, results) -> None:
     """binding.cpp's quantize_general."""
     measured = torch.full((numbers[4] // 4,), torch.nan) if operands[1] is not None else None
     p = general_quantize_params(numbers, operands, results, measured)
+    library = source.variant(type=p.type, int8=p.int8)
     assert library.quantize(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
@@ -897,7 +967,7 @@ def _unsmooth_lse(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) ->
 
 def general_quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled general quantizer."""
-    emulated = library("general_quantize.cpp", *mutations, instance=instance_of(general_quantize.QUANTIZER))
+    emulated = Source("general_quantize.cpp", general_quantize.QUANTIZER, mutations)
     operators = SimpleNamespace(quantize_general=SimpleNamespace(default=functools.partial(_quantize_general, emulated)))
     return build.Library(operators, dict.fromkeys(general_quantize.INSTANCES, 0))
 
@@ -909,9 +979,10 @@ def unsmoother(*mutations: Mutation) -> build.Library:
     return build.Library(operators, dict.fromkeys(general_quantize.INSTANCES, 0))
 
 
-def _decode(library: ctypes.CDLL, launcher: int, *arguments) -> None:
+def _decode(source: Source, launcher: int, *arguments) -> None:
     """binding.cpp's decode."""
     p = decode_params(*arguments)
+    library = source.variant(half=p.half)
     table, lengths, *_ = arguments[-2]
     with kept_back(library, table, lengths):
         assert library.decode(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernels don't come to an end"
@@ -919,7 +990,7 @@ def _decode(library: ctypes.CDLL, launcher: int, *arguments) -> None:
 
 def decoder(config: decode.DecodeConfig, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled decode kernel."""
-    emulated = library("decode.cpp", *mutations, instance=instance_of(config))
+    emulated = Source("decode.cpp", config, mutations)
     return build.Library(SimpleNamespace(decode=SimpleNamespace(default=functools.partial(_decode, emulated))), {config: 0})
 
 
@@ -935,8 +1006,9 @@ def tensors_decoder(config: decode_tensors.DecodeTensorsConfig, *mutations: Muta
     return build.Library(SimpleNamespace(decode_tensors=SimpleNamespace(default=functools.partial(_decode_tensors, emulated))), {config: 0})
 
 
-def _prefill(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
+def _prefill(source: Source, launcher: int, ctas: int, *arguments) -> None:
     """binding.cpp's prefill."""
+    library = source.variant(half=arguments[3][0].dtype == torch.float16)
     described = prefill_params(*arguments)
     _, lengths, *_, tile_table = arguments[-2]
     with kept_back(library, lengths, tile_table):
@@ -945,19 +1017,20 @@ def _prefill(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None
 
 def prefiller(config: prefill.PrefillConfig, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled prefill kernel."""
-    emulated = library("prefill.cpp", *mutations, instance=instance_of(config))
+    emulated = Source("prefill.cpp", config, mutations)
     return build.Library(SimpleNamespace(prefill=SimpleNamespace(default=functools.partial(_prefill, emulated))), {config: 0})
 
 
-def _append(library: ctypes.CDLL, launcher: int, ctas: int, *arguments) -> None:
+def _append(source: Source, launcher: int, ctas: int, *arguments) -> None:
     """binding.cpp's append."""
     p = append_params(*arguments)
+    library = source.variant(int8=p.int8, half=p.half)
     assert library.append(ctypes.byref(p), ctypes.sizeof(p), ctas) & 0xFF, "the emulated kernels don't come to an end"
 
 
 def appender(config: append.AppendConfig, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled append kernel."""
-    emulated = library("append.cpp", *mutations, instance=instance_of(config))
+    emulated = Source("append.cpp", config, mutations)
     return build.Library(SimpleNamespace(append=SimpleNamespace(default=functools.partial(_append, emulated))), {config: 0})
 
 

@@ -1,4 +1,5 @@
-// The append kernel: the launches of a call, one after another.
+// The append kernel: the launches of a call, one after another. Variant::int8: keys are int8, else e4m3;
+// half: tokens are halves, else bfloat16.
 #include "instance.h"
 #include "run.h"
 
@@ -7,10 +8,10 @@ namespace fp8attn {
 // CTAs run one after another, so those of few tokens may have several pages each.
 constexpr long PATIENCE = 20000;
 
-template <bool INT8, typename T>
 bool run(const AppendParams& p, int ctas) {
+  using T = std::conditional_t<Variant::half, __half, __nv_bfloat16>;
   return for_each_step(p, ctas, [](const AppendParams& step, int its_ctas) {
-           return cta::run(append<Instance, INT8, T>, step, its_ctas, APPENDERS<Instance::config>, 1, PATIENCE) ? cudaSuccess : cudaErrorUnknown;
+           return cta::run(append<Instance, Variant::int8, T>, step, its_ctas, APPENDERS<Instance::config>, 1, PATIENCE) ? cudaSuccess : cudaErrorUnknown;
          }) == cudaSuccess;
 }
 
@@ -18,7 +19,6 @@ bool run(const AppendParams& p, int ctas) {
 
 // Returns whether the kernels ended.
 extern "C" bool append(const fp8attn::AppendParams* params, int bytes, int ctas) {
-  if (bytes != sizeof(*params)) abort();
-  if (params->int8) return params->half ? fp8attn::run<true, __half>(*params, ctas) : fp8attn::run<true, __nv_bfloat16>(*params, ctas);
-  return params->half ? fp8attn::run<false, __half>(*params, ctas) : fp8attn::run<false, __nv_bfloat16>(*params, ctas);
+  if (bytes != sizeof(*params) || params->int8 != fp8attn::Variant::int8 || params->half != fp8attn::Variant::half) abort();
+  return fp8attn::run(*params, ctas);
 }

@@ -13,8 +13,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <vector>
 
 #undef __device__
 #undef __global__
@@ -41,53 +39,8 @@ struct Index {
   int x;
 };
 
-struct Copy {
-  void* to;
-  const void* from;
-  int bytes, count;  // the rest is zero
-};
-
-// A wgmma product, as one thread has it: its accumulators, and its registers of A if A has no descriptor.
-struct Product {
-  uint32_t* d;
-  int n;
-  const uint32_t* a;
-  uint64_t a_descriptor, b_descriptor;
-  bool add, int8, is_unsigned;
-  int half;         // of A and B: 1 bfloat16, 2 half; 0: elements of 8 bits
-  bool transposed;  // B, which then isn't K-major
-  std::vector<uint32_t> before;  // accumulators to add to, unless a product in flight writes them
-};
-
-// Asynchronous operations in groups, which complete in order.
-template <typename T>
-struct Groups {
-  std::vector<T> open;
-  std::vector<std::vector<T>> committed;
-
-  void commit() {
-    committed.push_back(std::move(open));
-    open.clear();
-  }
-
-  bool idle() const { return open.empty() && committed.empty(); }
-
-  template <typename F>
-  void for_all(F&& f) const {
-    for (const auto& group : committed) std::for_each(group.begin(), group.end(), f);
-    std::for_each(open.begin(), open.end(), f);
-  }
-};
-
-using Deed = std::function<void()>;
-
 struct Thread {
   int index, rank;  // of the thread in its CTA, and of the CTA in its cluster
-  int cluster_round;
-  bool done;
-  Groups<Copy> copies;
-  Groups<Product> products;
-  Groups<Deed> stores;
 };
 
 extern Thread* current;
@@ -107,12 +60,6 @@ void perhaps_rest();
 
 // Lets other threads run until the barrier's phase has another parity.
 void wait_for_phase(const uint64_t* barrier, uint32_t parity);
-
-// Runs `deed` at some later time, as the copy engine does.
-void later(Deed deed);
-
-// Whether an operation that may happen now or later happens now. Random.
-bool at_once();
 
 // Barrier `id` of `count` threads of the CTA.
 void barrier(int id, int count);

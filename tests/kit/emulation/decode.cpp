@@ -1,4 +1,4 @@
-// The decode kernel.
+// The decode kernel. Variant::half: whether tokens are halves, else bfloat16.
 #include "instance.h"
 #include "run.h"
 
@@ -8,8 +8,9 @@ extern "C" bool decode(const void* params, int bytes) {
   DecodeParams p = {};
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
+  if (p.half != Variant::half) abort();
+  using T = std::conditional_t<Variant::half, __half, __nv_bfloat16>;
   constexpr long patience = 20000;
-  auto* kernel = p.half ? fp8attn::decode<Instance, __half> : fp8attn::decode<Instance, __nv_bfloat16>;
   // the last CTA to store its part of a tile is then the one that has the tile's first keys
-  return cta::run<true>(kernel, p, p.ctas, DECODE_THREADS, 1, patience);
+  return cta::run<true>(fp8attn::decode<Instance, T>, p, p.ctas, DECODE_THREADS, 1, patience);
 }

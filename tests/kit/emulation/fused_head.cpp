@@ -1,4 +1,4 @@
-// The fused head kernel. instance.h names the instance.
+// The fused head kernel. instance.h names the instance. Variant::half: whether tensors are of halves, else of bfloat16.
 #include "fused_head.cuh"
 
 #include "instance.h"
@@ -10,6 +10,8 @@ extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
+  if (p.half != fp8attn::Variant::half) abort();
+  using T = std::conditional_t<fp8attn::Variant::half, __half, __nv_bfloat16>;
   using Shape = fp8attn::FusedHeadShape<Instance::config>;
-  return cta::run(p.half ? fp8attn::fused_head_forward<Instance, __half> : fp8attn::fused_head_forward<Instance, __nv_bfloat16>, p, ctas, Shape::threads);
+  return cta::run(fp8attn::fused_head_forward<Instance, T>, p, ctas, Shape::threads);
 }

@@ -1,4 +1,4 @@
-// The fused small kernel. instance.h names the instance.
+// The fused small kernel. instance.h names the instance. Variant::half: whether tensors are of halves, else of bfloat16.
 #include "fused_small.cuh"
 
 #include "instance.h"
@@ -10,8 +10,10 @@ extern "C" bool forward(const void* params, int bytes, int ctas) {
   fp8attn::Params p = {};
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
+  if (p.half != fp8attn::Variant::half) abort();
+  using T = std::conditional_t<fp8attn::Variant::half, __half, __nv_bfloat16>;
   using Shape = fp8attn::FusedSmallShape<Instance::config>;
   constexpr long patience = 10000;  // it takes some 60 rounds
-  return cta::run(p.half ? fp8attn::fused_small_forward<Instance, __half> : fp8attn::fused_small_forward<Instance, __nv_bfloat16>, p, ctas, Shape::threads,
+  return cta::run(fp8attn::fused_small_forward<Instance, T>, p, ctas, Shape::threads,
                   Instance::config.cluster, patience);
 }

@@ -1,4 +1,5 @@
-// The general quantizer: its launches, one after another.
+// The general quantizer: its launches, one after another. Variant::type: of the tensors;
+// int8: queries and keys become int8, else e4m3.
 #include "instance.h"
 #include "run.h"
 
@@ -8,7 +9,7 @@ namespace fp8attn {
 constexpr int PATIENCE = 1000;
 constexpr int SLOTS = 3;  // CTAs of rows, which have several blocks each
 
-template <typename T>
+template <class Instance, typename T>
 bool run(const GeneralQuantizeParams& p, int ctas) {
   const GeneralGrid grid(p);
   if (grid.kv_heads > 0 && (!cta::run(general_measure<Instance, T>, p, grid.measuring_ctas(), MEASURERS, 1, PATIENCE) ||
@@ -18,20 +19,19 @@ bool run(const GeneralQuantizeParams& p, int ctas) {
     if (are_staged(p)) {
       if (grid.kv_heads > 0 && !cta::run(general_write_values<T>, p, grid.value_writing_ctas(), WRITERS, 1, PATIENCE)) return false;
       return with_part(p, [&]<int PART>(std::integral_constant<int, PART>) {
-        return cta::run(p.int8 ? general_write_rows<PART, true, T> : general_write_rows<PART, false, T>, p, std::min(grid.staged_blocks(p), SLOTS), RowUnits<PART>(p.head_dim).threads(), 1, PATIENCE);
+        return cta::run(general_write_rows<PART, Variant::int8, T>, p, std::min(grid.staged_blocks(p), SLOTS), RowUnits<PART>(p.head_dim).threads(), 1, PATIENCE);
       });
     }
   }
-  return cta::run(p.int8 ? general_write<Instance, true, T> : general_write<Instance, false, T>, p, ctas, WRITERS, 1, PATIENCE);
+  return cta::run(general_write<Instance, Variant::int8, T>, p, ctas, WRITERS, 1, PATIENCE);
 }
 
 }  // namespace fp8attn
 
 // Returns whether the kernels ended.
 extern "C" bool quantize(const fp8attn::GeneralQuantizeParams* params, int bytes, int ctas) {
-  using fp8attn::OutType;
-  if (bytes != sizeof(*params)) abort();
-  return params->type == OutType::bf16  ? fp8attn::run<__nv_bfloat16>(*params, ctas)
-         : params->type == OutType::f16 ? fp8attn::run<__half>(*params, ctas)
-                                        : fp8attn::run<float>(*params, ctas);
+  using namespace fp8attn;
+  using T = std::conditional_t<Variant::type == int(OutType::bf16), __nv_bfloat16, std::conditional_t<Variant::type == int(OutType::f16), __half, float>>;
+  if (bytes != sizeof(*params) || int(params->type) != Variant::type || params->int8 != Variant::int8) abort();
+  return run<Instance, T>(*params, ctas);
 }

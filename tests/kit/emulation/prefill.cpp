@@ -1,4 +1,4 @@
-// The prefill kernel.
+// The prefill kernel. Variant::half: whether tokens are halves, else bfloat16.
 #include "instance.h"
 #include "run.h"
 
@@ -8,7 +8,9 @@ extern "C" bool prefill(const void* params, int bytes, int ctas) {
   PrefillParams p = {};
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
+  if (p.call.half != Variant::half) abort();
+  using T = std::conditional_t<Variant::half, __half, __nv_bfloat16>;
   constexpr long patience = 20000;
   cta::may_hold_large_numbers = false;
-  return cta::run(p.call.half ? fp8attn::prefill<Instance, __half> : fp8attn::prefill<Instance, __nv_bfloat16>, p, ctas, PrefillShape<Instance::config>::threads, 1, patience);
+  return cta::run(fp8attn::prefill<Instance, T>, p, ctas, PrefillShape<Instance::config>::threads, 1, patience);
 }

@@ -1,15 +1,9 @@
-// The K/V quantizer, all instances.
-#include <algorithm>
-
-#include "quantize.cuh"
+// The K/V quantizer. instance.h names the instance. Variant::int8: keys become int8, else e4m3; half:
+// tensors are halves, else bfloat16.
+#include "instance.h"
 #include "run.h"
 
 namespace fp8attn {
-
-template <int TOKEN_CHUNKS, int CTAS, bool PACKED = false>
-struct Instance {
-  static constexpr QuantizeConfig config{TOKEN_CHUNKS, CTAS, PACKED};
-};
 
 template <class Instance, bool INT8, typename T>
 bool run_clusters(const QuantizeParams& p) {
@@ -41,21 +35,11 @@ bool run(const QuantizeParams& p, int ctas) {
   }
 }
 
-template <int TOKEN_CHUNKS, int CTAS, bool INT8, bool PACKED = false>
-bool run(const QuantizeParams& p, int ctas) {
-  using One = Instance<TOKEN_CHUNKS, CTAS, PACKED>;
-  return p.half ? run<One, INT8, __half>(p, ctas) : run<One, INT8, __nv_bfloat16>(p, ctas);
-}
-
-template <bool INT8>
-bool quantize(const QuantizeParams& p, int ctas, int token_chunks, bool packed) {
-  return packed ? run<8, 3, INT8, true>(p, ctas) : token_chunks == 1 ? run<1, 3, INT8>(p, ctas) : token_chunks == 8 ? run<8, 3, INT8>(p, ctas) : run<16, 2, INT8>(p, ctas);
-}
-
 }  // namespace fp8attn
 
 // Returns whether the kernels ended.
-extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas, int token_chunks, bool packed) {
-  if (bytes != sizeof(*params)) abort();
-  return params->int8 ? fp8attn::quantize<true>(*params, ctas, token_chunks, packed) : fp8attn::quantize<false>(*params, ctas, token_chunks, packed);
+extern "C" bool quantize(const fp8attn::QuantizeParams* params, int bytes, int ctas) {
+  using namespace fp8attn;
+  if (bytes != sizeof(*params) || params->int8 != Variant::int8 || params->half != Variant::half) abort();
+  return run<Instance, Variant::int8, std::conditional_t<Variant::half, __half, __nv_bfloat16>>(*params, ctas);
 }

@@ -26,13 +26,6 @@ inline void store_async(uint32_t to, uint4 x, uint32_t barrier) {
   mbarrier_complete(reinterpret_cast<uint64_t*>(fp8attn::bytes + barrier), 16);
 }
 
-inline void bulk_copy(uint32_t to, uint32_t from, uint32_t count, uint32_t barrier) {
-  if (to % 16 != 0 || from % 16 != 0 || count % 16 != 0 || to / cta::SHARED != barrier / cta::SHARED) abort();
-  hide_from_all(bytes + to, count);
-  cta::later([=] {
-    write_by_engine(bytes + to, seen_by_engines + from, count);
-    mbarrier_complete(reinterpret_cast<uint64_t*>(bytes + barrier), count);
-  });
-}
+void bulk_copy(uint32_t to, uint32_t from, uint32_t count, uint32_t barrier);
 
 }  // namespace fp8attn::ptx
