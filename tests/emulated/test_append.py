@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emulation
-from emulated import in_another_process
+from forked import in_another_process
 from fp8attn import PRECISE, BackendUnavailable, KVCache, PagedBatch, Recipe, paged_ops, pages
 from fp8attn import triton as triton_kernels
 from fp8attn.cuda import append, build, general_quantize, run

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import emulation
 import fp8attn
 from closeness import assert_alike, on_grid
-from emulated import in_another_process
+from forked import in_another_process
 from fp8attn import Quantized, Recipe, ops
 from fp8attn.call import HALVES
 from fp8attn.cuda import build, quantize, run

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import emulation
 import fp8attn
-from emulated import in_another_process
+from forked import in_another_process
 from fp8attn import Quantized, Recipe, ops, reference, rotation
 from fp8attn.call import HALVES
 from fp8attn.cuda import build, general_quantize, run

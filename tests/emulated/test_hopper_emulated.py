@@ -12,7 +12,8 @@ import torch
 import emulation
 from caps import capped_calls
 from closeness import assert_matches_pipeline, on_grid
-from emulated import H100, ROW_KINDS, Emulated, check, expected_of, in_another_process, low_mask, normal, quantized
+from emulated import H100, ROW_KINDS, Emulated, check, expected_of, low_mask, normal, quantized
+from forked import in_another_process
 from fp8attn import Recipe, reference, rotation
 from fp8attn.call import HALVES, Call
 from fp8attn.cuda import run

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emulation
-from emulated import in_another_process
+from forked import in_another_process
 from fp8attn import ops
 from fp8attn.cuda import build, general_quantize, run
 from fp8attn.cuda.build import BuildError

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import emulation
-from emulated import in_another_process
+from forked import in_another_process
 from fp8attn.call import HALVES
 from fp8attn.cuda import build, quantize, run
 from fp8attn.device import ARCHITECTURES, device_of

@@ -9,7 +9,8 @@ import torch
 
 import emulation
 from closeness import assert_matches_pipeline
-from emulated import H100, ROW_KINDS, Emulated, check, in_another_process, low_mask, normal, quantized
+from emulated import H100, ROW_KINDS, Emulated, check, low_mask, normal, quantized
+from forked import in_another_process
 from fp8attn import Recipe
 from fp8attn.cuda import portable
 from fp8attn.cuda import run as cuda_run

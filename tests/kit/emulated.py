@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import random
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -185,12 +181,3 @@ def check(
     assert_matches_pipeline(out, expected, exact, lse_of_scores(expected_lse))
     torch.testing.assert_close(lse, expected_lse, rtol=1e-3, atol=5e-3, equal_nan=True)
     return out
-
-
-def in_another_process(program: str) -> None:
-    """Run lines of Python, which may import the tests, in another process."""
-    tests = Path(__file__).resolve().parents[1]
-    folders = (tests.parent, tests, tests / "kit", tests / "emulated", tests / "gpu")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, folders))}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, f"exit code {done.returncode}: {done.stderr}"

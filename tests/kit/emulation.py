@@ -1036,42 +1036,33 @@ def appender(config: append.AppendConfig, *mutations: Mutation) -> build.Library
 
 @functools.cache
 def binding_library() -> Path:
-    """A copy of the library of `binding`, to look into."""
-    return Path(tempfile.mkdtemp()) / "binding.so"
+    """The library of `binding`, which the workers share."""
+    headers = cuda_headers()
+    assert headers is not None
+    files = {str(path.relative_to(build.SOURCES)): path.read_text() for path in (*build.SOURCES.rglob("*.h"), build.SOURCES / "binding.cpp")}
+    files |= {name: (HERE / name).read_text() for name in ("binding_on_cpu.cpp", "tensor_map_on_cpu.h")} | {"constants.h": render.constants()}
+    # another namespace, because on a machine with a GPU the binding itself is loaded, too
+    assert len(re.findall(r"STABLE_TORCH_LIBRARY\w*\(fp8attn_cuda,", files["binding.cpp"])) == 3
+    files["binding.cpp"] = files["binding.cpp"].replace("(fp8attn_cuda,", "(fp8attn_on_cpu,")
+    # torch's CPU builds have no stream
+    stream = r"inline cudaStream_t current_stream\(.*?\n}\n"
+    without = "inline cudaStream_t current_stream(int32_t) { return nullptr; }\n"
+    files["torch_abi.h"] = re.sub(stream, without, files["torch_abi.h"], flags=re.DOTALL)
+
+    def make(folder: Path) -> None:
+        with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "cuda_home", lambda: str(headers.parent))
+            command = build.binding_command(_written(files, temporary) / "binding_on_cpu.cpp")
+            build.compile_by([*command, "-I", temporary, "-shared", "-Wl,-Bsymbolic", "-o", str(folder / "binding.so")], Path(temporary))
+
+    return _made(("binding", sorted(files.items()), torch.__version__), make) / "binding.so"
 
 
 @functools.cache
 def binding() -> tuple[Any, ctypes.CDLL]:
     """binding.cpp's operators for CPU tensors, and the library with the additions of
     tests/kit/emulation/binding_on_cpu.cpp."""
-    headers = cuda_headers()
-    assert headers is not None
-    with tempfile.TemporaryDirectory() as temporary, pytest.MonkeyPatch.context() as patch:
-        folder = Path(temporary)
-        # another namespace, because on a machine with a GPU the binding itself is loaded, too
-        text = (build.SOURCES / "binding.cpp").read_text()
-        assert len(re.findall(r"STABLE_TORCH_LIBRARY\w*\(fp8attn_cuda,", text)) == 3
-        (folder / "binding.cpp").write_text(text.replace("(fp8attn_cuda,", "(fp8attn_on_cpu,"))
-        # torch's CPU builds have no stream
-        text = (build.SOURCES / "torch_abi.h").read_text()
-        (folder / "torch_abi.h").write_text(
-            re.sub(
-                r"inline cudaStream_t current_stream\(.*?\n}\n",
-                "inline cudaStream_t current_stream(int32_t) { return nullptr; }\n",
-                text,
-                flags=re.DOTALL,
-            )
-        )
-        for name in ("binding_on_cpu.cpp", "tensor_map_on_cpu.h"):
-            shutil.copy(HERE / name, folder)
-        for name in ("plan.h",):  # finds torch_abi.h beside it
-            shutil.copy(build.SOURCES / name, folder)
-        (folder / "constants.h").write_text(render.constants())
-        patch.setattr(build, "cuda_home", lambda: str(headers.parent))
-        command = [*build.binding_command(folder / "binding_on_cpu.cpp"), "-I", str(folder), "-shared", "-Wl,-Bsymbolic", "-o", "binding.so"]
-        build.compile_by(command, folder)
-        torch.ops.load_library(str(folder / "binding.so"))
-        shutil.copy(folder / "binding.so", binding_library())
-        loaded = ctypes.CDLL(str(folder / "binding.so"))
-        loaded.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
-        return torch.ops.fp8attn_on_cpu, loaded
+    torch.ops.load_library(str(binding_library()))
+    loaded = ctypes.CDLL(str(binding_library()))
+    loaded.launched_function.restype = ctypes.POINTER(ctypes.c_int64)
+    return torch.ops.fp8attn_on_cpu, loaded

@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import multiprocessing
-import os
 import socket
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -15,6 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from forked import server
 
 PATIENCE = 60.0
 """Seconds that a test waits for an answer."""
@@ -74,19 +74,14 @@ class Ranks:
 
     def __init__(self, count: int, backend: str = "gloo") -> None:
         self.count = count
-        context = multiprocessing.get_context("forkserver" if backend == "gloo" else "spawn")
-        before = os.environ.get("PYTHONPATH")
-        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)  # of the server that imports once for all
-        if backend == "gloo":
-            context.set_forkserver_preload(["fp8attn.distributed", "ranks"])
-        port = _free_port()
-        pairs = [context.Pipe() for _ in range(count)]
-        self._processes = [
-            context.Process(target=_serve, args=(rank, count, port, backend, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
-        ]
-        for process in self._processes:
-            process.start()
-        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+        with server() if backend == "gloo" else contextlib.nullcontext(multiprocessing.get_context("spawn")) as context:
+            port = _free_port()
+            pairs = [context.Pipe() for _ in range(count)]
+            self._processes = [
+                context.Process(target=_serve, args=(rank, count, port, backend, theirs), daemon=True) for rank, (_, theirs) in enumerate(pairs)
+            ]
+            for process in self._processes:
+                process.start()
         self._connections = [mine for mine, _ in pairs]
         for connection in self._connections:
             assert self._received(connection) == "ready"
