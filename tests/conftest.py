@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -17,6 +18,8 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+gc.set_threshold(50_000, 20, 20)  # torch's modules and the tests are a million objects, which stay
 
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
 THREADS = max((os.cpu_count() or 1) // WORKERS, 1)
@@ -177,6 +180,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if GPU and not hasattr(session.config, "workerinput") and cuda_unavailable(torch.device("cuda")) is None:
         os.environ.setdefault("MAX_JOBS", "1")  # a compiler that takes all instances of a library needs the least CPU time
         threading.Thread(target=compile_ahead, daemon=True).start()
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

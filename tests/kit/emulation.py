@@ -282,6 +282,11 @@ def sources() -> dict[str, str]:
     return found
 
 
+@functools.cache
+def _includes(text: str) -> list[str]:
+    return re.findall(r'#include ["<]([^">]+)[">]', text)
+
+
 def included(name: str, files: dict[str, str]) -> dict[str, str]:
     """A file and all files that it includes, directly or indirectly."""
     found: dict[str, str] = {}
@@ -291,7 +296,7 @@ def included(name: str, files: dict[str, str]) -> dict[str, str]:
         if name in found:
             continue
         found[name] = files[name]
-        for other in re.findall(r'#include ["<]([^">]+)[">]', files[name]):
+        for other in _includes(files[name]):
             beside = os.path.normpath(os.path.join(os.path.dirname(name), other))
             names += [path for path in dict.fromkeys((beside, other)) if path in files]
     return found
