@@ -109,22 +109,24 @@ def test_no_gate_is_not_green() -> None:
 
 
 @pytest.mark.skipif(GPU, reason="a GPU's default suites take minutes")
-def test_the_command_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ("causal GQA", pytest.param("tiny", marks=pytest.mark.thorough)))
+def test_the_command_without_a_gpu(tmp_path: Path, case: str) -> None:
     """Prints both tables, says that the interpreter ran, writes a line for every case and backend."""
     out = tmp_path / "lines.jsonl"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-m", "bench", "--suite", "tiny", "--rounds", "1", "--json", str(out)],
+        [sys.executable, "-m", "bench", "--suite", "tiny", "--case", case, "--rounds", "1", "--json", str(out)],
         capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     for expected in ("Gates", "Kernel alone", "End to end", "interpreter", "SDPA flash", "SDPA math", "fp8attn triton end to end"):
         assert expected in done.stdout, expected
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    assert len(lines) == len(cases.TINY) * len(adapters.present(adapters.PEERS)[0])
+    count = sum(case in one.name for one in cases.TINY)
+    assert len(lines) == count * len(adapters.present(adapters.PEERS)[0])
     assert done.stderr.startswith("python -m bench: loading PyTorch and fp8attn\nnot here: fp8attn cuda, ")
     assert "not here: FA3 bf16, FA3 e4m3: they need an NVIDIA GPU" in done.stderr
-    assert "run: no NVIDIA GPU: Triton's interpreter, 2 small cases" in done.stderr and "\nrun: gates\n" in done.stderr
+    assert f"run: no NVIDIA GPU: Triton's interpreter, {count} small cases" in done.stderr and "\nrun: gates\n" in done.stderr
     for line in lines:
         assert {"case", "backend", "p50_us", "p90_us", "p99_us", "tflops", "against_sdpa", "max_abs", "commit", "torch", "date"} <= line.keys()
         assert (line["refused"] is None) == (line["p50_us"] is not None)

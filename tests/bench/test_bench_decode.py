@@ -106,7 +106,7 @@ def test_the_table_of_prefills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("queries, options", (
-    pytest.param(200, {}, marks=pytest.mark.thorough), (300, {}), (200, {"window": 60, "sinks": True}),
+    *(pytest.param(queries, {}, marks=pytest.mark.thorough) for queries in (200, 300)), (200, {"window": 60, "sinks": True}),
 ))  # fmt: skip
 def test_rows_of_a_prefill_attend_to_the_same(queries: int, options: dict, device: torch.device) -> None:
     case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
@@ -49,9 +50,16 @@ def closed() -> Iterator[None]:
     plot.load_pyplot().close("all")
 
 
+@functools.cache
+def picture_of(name: str) -> Any:
+    """A figure of FULL, drawn once for all tests that look at it."""
+    figure = FULL[name]()
+    figure.draw_without_rendering()
+    return figure
+
+
 def boxes(figure: Any) -> tuple[Any, dict[str, Any]]:
     """Of a drawn figure the legend's box, and those of all axes with their labels and titles and of the title above."""
-    figure.draw_without_rendering()
     renderer = figure.canvas.get_renderer()
     (legend,) = figure.legends
     found = {f"axes {i}": axis.get_tightbbox(renderer) for i, axis in enumerate(figure.axes)}
@@ -60,7 +68,7 @@ def boxes(figure: Any) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", FULL)
 def test_the_legend_covers_nothing_and_is_whole(name: str) -> None:
-    figure = FULL[name]()
+    figure = picture_of(name)
     legend, others = boxes(figure)
     assert not [one for one, box in others.items() if legend.overlaps(box)]
     for box in (legend, *others.values()):
@@ -72,11 +80,11 @@ def test_the_legend_covers_nothing_and_is_whole(name: str) -> None:
 
 @pytest.mark.parametrize("name", FULL)
 def test_all_that_is_drawn_is_in_the_legend_once(name: str) -> None:
-    figure = FULL[name]()
-    drawn = {label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]}
+    figure = picture_of(name)
+    labels = {label for axis in figure.axes for label in axis.get_legend_handles_labels()[1]}
     (legend,) = figure.legends
     texts = [text.get_text() for text in legend.get_texts()]
-    assert len(texts) == len(set(texts)) and set(texts) == drawn and len(drawn) > 1
+    assert len(texts) == len(set(texts)) and set(texts) == labels and len(labels) > 1
 
 
 @pytest.mark.parametrize("name", FULL)
@@ -158,7 +166,7 @@ def test_rows_of_a_picture_are_told_apart(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in FULL if name not in ("ladder", "models")])
 def test_what_is_drawn_has_its_rows_style(name: str) -> None:
-    found = shown_styles(FULL[name]())
+    found = shown_styles(picture_of(name))
     assert len(found) >= 5
     for row, (style, drawn) in found.items():
         expected = {"color": style.colour, "marker": style.marker, "markerfacecolor": "none" if style.open else style.colour}

@@ -634,6 +634,7 @@ def test_mutant_is_seen(name: str) -> None:
         check_all()
 
 
+@pytest.mark.thorough  # as the mutants are
 def test_the_cases_of_the_mutants_are_right(backend: str, device: torch.device) -> None:
     for case, sms in (case for _, cases in ALL_MUTANTS for case in cases):
         check(library_of(backend, case), case, place_of(backend, device), sms)

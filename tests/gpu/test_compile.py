@@ -52,6 +52,7 @@ Problem = tuple[int, int, str, str]
 
 PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "e4m3": ((128, 128, "e4m3", "full"),),
+    "rotations": ((128, 128, "e4m3", "full"), (256, 256, "e4m3", "full")),
     "causal": ((128, 128, "e4m3", "causal"), (128, 128, "e4m3", "one key")),
     "window": ((128, 128, "e4m3", "window"), (256, 256, "e4m3 int8", "window"), (72, 40, "e4m3 smoothed", "window")),
     "softcap": ((128, 128, "e4m3", "softcap"), (64, 64, "e4m3", "sinks")),
@@ -81,8 +82,9 @@ BESIDE = {
         "write_kernel",
     },
     "smoothed": {"bias_kernel"},
+    "rotations": {"gather_kernel", "finish_kernel", "write_kernel"},
 }
-"""Kernels that are compiled beside attention's."""
+"""Kernels that are compiled beside attention's; of rotations, attention's aren't."""
 
 
 def compile_all(arch: int, problems: str) -> list[dict]:
@@ -125,8 +127,14 @@ def compile_all(arch: int, problems: str) -> list[dict]:
         attn_mask = ({"float": torch.zeros(64, keys), "full": None} | dict.fromkeys(OPTIONS)).get(mask, torch.ones(64, keys, dtype=torch.bool))
         case = f"D {dim} Dv {value_dim} {computes} {mask}"
         recipe = Recipe(compute=compute, qk="int8" if int8 else "e4m3", smooth_q="smoothed" in others)
-        quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
         many = torch.zeros(1, 1, triton_quantize.SHORT + 1, max(dim, value_dim), dtype=torch.bfloat16)
+        if problems == "rotations":
+            for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
+                case, rotated = f"D {dim} Dv {value_dim} {computes} {mask} rotate {rotate}", dataclasses.replace(recipe, rotate=rotate)
+                with architecture(arch):
+                    triton_quantize.quantize(q, many[..., :dim], many[..., :value_dim], rotated, device, warmup=True)
+            continue
+        quantized = fp8attn.quantize(q, k, v, recipe=recipe)  # on the CPU, outside of the architecture
         call = call_of(*quantized, attn_mask, enable_gqa=True, recipe=recipe, return_lse=True, **OPTIONS.get(mask, {}))
         with architecture(arch):
             # Hopper has a kernel of its own, beside which the portable one doubles the time: there for what takes most shared memory
@@ -151,11 +159,6 @@ def compile_all(arch: int, problems: str) -> list[dict]:
                 unsmoothed_lse(lse, quantized[0], mean, 0.1, 0, device, warmup=True)
             if quantizes and not others:
                 triton_quantize.import_values(quantized[2].data, device, warmup=True)
-                for rotate in (0, 256) if arch == 90 and dim == 128 else (256,):
-                    case = f"D {dim} Dv {value_dim} {computes} {mask} rotate {rotate}"
-                    triton_quantize.quantize(
-                        q, many[..., :dim], many[..., :value_dim], dataclasses.replace(recipe, rotate=rotate), device, warmup=True
-                    )
     return compiled
 
 
@@ -509,7 +512,7 @@ MOST_VARIANTS = {
 without."""
 
 
-@pytest.mark.parametrize("dim, smooth_q", ((128, False), (64, True), (72, False)))
+@pytest.mark.parametrize("dim, smooth_q", (pytest.param(128, False, marks=pytest.mark.thorough), (64, True), (72, False)))
 def test_lengths_heads_and_layouts_compile_little(dim: int, smooth_q: bool, tmp_path: Path) -> None:
     found = by_itself(f"variants({dim}, {smooth_q})", tmp_path)
     assert {"gather_kernel", "finish_kernel", "write_kernel", "hopper_kernel", "forward_kernel"} <= {*found}
@@ -532,7 +535,8 @@ def test_compiles(arch: int, problems: str, tmp_path: Path) -> None:
     from fp8attn.device import SHARED_MEMORY
 
     names = {entry["kernel"] for entry in compiled}
-    assert names >= BESIDE.get(problems, set()) | {"hopper_kernel" if arch == 90 else "forward_kernel"}
+    attends = set() if problems == "rotations" else {"hopper_kernel" if arch == 90 else "forward_kernel"}
+    assert names >= BESIDE.get(problems, set()) | attends
     assert arch == 90 or "hopper_kernel" not in names
     for entry in compiled:
         assert entry["shared"] <= entry.get("at most", SHARED_MEMORY[arch]) <= SHARED_MEMORY[arch], (entry["case"], entry["kernel"])

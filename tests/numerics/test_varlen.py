@@ -37,6 +37,8 @@ ragged = of_few_kinds(any_ragged, kit.like, KINDS)
 TILES_OF_HEADS = ((1, 3), (2, 2), (4, 3), (5, 4), (8, 2))
 """Query heads that share keys, and units of a tile that has rows of any of them."""
 
+SLOW = () if GPU else pytest.mark.thorough
+
 FORWARD_BACKENDS = ("triton", "modelled", "reference", *(["auto"] if GPU else []))
 
 
@@ -195,19 +197,19 @@ def test_quantized_operands_give_the_same_bits(device: torch.device, backend: st
             assert_same(one, other)
 
 
-def test_the_lse_is_that_of_keys_as_they_were(device: torch.device) -> None:
+@pytest.mark.parametrize("sinks", (pytest.param(False, marks=SLOW), True))
+def test_the_lse_is_that_of_keys_as_they_were(device: torch.device, sinks: bool) -> None:
     """Also of quantized queries. Sinks are in it."""
-    for sinks in (False, True):
-        case = replace(TYPICAL, sinks=sinks)
-        q, k, v = case.tensors(device)
-        starts_q, starts_k, _ = case.starts(device)
-        exact = attention(case, device, "reference")[1]
-        inside = slice(0, case.spans[0][-1].stop)
-        query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
-        for operand in (q, query):
-            _, lse = fp8attn.varlen_sdpa(operand, k, v, starts_q, starts_k, **case.options(device), return_lse=True, backend="triton")
-            assert torch.equal(lse[:, inside].isinf(), exact[:, inside].isinf())
-            assert (lse - exact)[:, inside].nan_to_num(0.0).abs().max() < 1.0
+    case = replace(TYPICAL, sinks=sinks)
+    q, k, v = case.tensors(device)
+    starts_q, starts_k, _ = case.starts(device)
+    exact = attention(case, device, "reference")[1]
+    inside = slice(0, case.spans[0][-1].stop)
+    query = fp8attn.quantize(q, cu_seqlens_q=starts_q)
+    for operand in (q, query):
+        _, lse = fp8attn.varlen_sdpa(operand, k, v, starts_q, starts_k, **case.options(device), return_lse=True, backend="triton")
+        assert torch.equal(lse[:, inside].isinf(), exact[:, inside].isinf())
+        assert (lse - exact)[:, inside].nan_to_num(0.0).abs().max() < 1.0
 
 
 def entries_of(found: torch.Tensor) -> list[dict[str, int]]:
@@ -279,13 +281,14 @@ def test_starts_without_sense_lead_nowhere_outside(starts: list[int], rows: int,
     assert out.shape == x.shape
 
 
+@pytest.mark.parametrize("longest", (pytest.param((0, 1), marks=SLOW), (1, 100_000)), ids=str)
 @pytest.mark.parametrize("backend", FORWARD_BACKENDS)
-def test_wrong_longest_lengths_change_nothing_but_time(device: torch.device, backend: str) -> None:
+def test_wrong_longest_lengths_change_nothing_but_time(device: torch.device, backend: str, longest: tuple[int, int]) -> None:
     case = replace(TYPICAL, is_causal=False)
     out, lse = attention(case, device, backend)
     inside = slice(0, case.spans[0][-1].stop)
-    for longest in (0, 1, 100_000):
-        found, found_lse = attention(case, device, backend, max_seqlen_q=longest, max_seqlen_k=longest)
+    for length in longest:
+        found, found_lse = attention(case, device, backend, max_seqlen_q=length, max_seqlen_k=length)
         torch.testing.assert_close(found[inside], out[inside], rtol=2e-2, atol=2e-2)
         torch.testing.assert_close(found_lse[:, inside], lse[:, inside], rtol=1e-3, atol=1e-3)
     q, k, _ = case.tensors(device)
@@ -322,14 +325,15 @@ def test_one_sequence_is_a_dense_call(device: torch.device) -> None:
 
 
 def test_autocast_and_other_dtypes(device: torch.device) -> None:
-    q, k, v = TYPICAL.tensors(device)
-    starts = TYPICAL.starts(device)[:2]
+    case = replace(TYPICAL, lengths=TYPICAL.lengths[:3])
+    q, k, v = case.tensors(device)
+    starts = case.starts(device)[:2]
     with torch.autocast(device.type, dtype=torch.bfloat16):
         assert fp8attn.varlen_sdpa(q, k, v, *starts, backend="modelled").dtype == torch.bfloat16
     assert fp8attn.varlen_sdpa(q, k, v, *starts, out_dtype=torch.float16, backend="triton").dtype == torch.float16
     strided = torch.full((q.shape[1] + 1, q.shape[0], q.shape[2] + 8), 3.0, device=device)[1:, :, :64].transpose(0, 1)
     strided.copy_(q)
-    inside = slice(0, TYPICAL.spans[0][-1].stop)
+    inside = slice(0, case.spans[0][-1].stop)
     for x, y in zip(*(fp8attn.varlen_sdpa(x, k, v, *starts, return_lse=True, backend="triton") for x in (strided, q)), strict=True):
         assert torch.equal(x[inside] if x.dim() == 3 else x[:, inside], y[inside] if y.dim() == 3 else y[:, inside])
 
@@ -362,10 +366,11 @@ def test_by_the_cuda_kernel_a_sequence_has_the_output_that_it_has_alone(case: Ra
         assert same_lse(lse[:, :, rows].nan_to_num(7.0), expected_lse.nan_to_num(7.0), one)
 
 
-KINDS_OF_SCORES: tuple[dict, ...] = ({}, {"is_causal": True}, {"is_causal": True, "sinks": True}, {"softcap": 5.0, "is_causal": True})
+KINDS_OF_SCORES: tuple[dict, ...] = ({"is_causal": True, "sinks": True}, {}, {"softcap": 5.0, "is_causal": True}, {"is_causal": True})
 
 
 @pytest.mark.parametrize("fields", KINDS_OF_SCORES, ids=str)
+@pytest.mark.one_in(2)
 def test_the_operator_that_quantizes(device: torch.device, fields: dict) -> None:
     """Where the attention kernel can't quantize queries, it does the same in several launches."""
     case = replace(TYPICAL, dtype=torch.bfloat16, **fields)

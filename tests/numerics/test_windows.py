@@ -147,7 +147,7 @@ def test_from_end_to_end(drawn: tuple[Windowed, ...], device: torch.device, sdpa
 @pytest.mark.one_in(3)
 def test_a_window_of_all_keys_is_none(device: torch.device, sdpa: Attention, window: tuple[int, int], lengths: tuple[int, int]) -> None:
     """Bit for bit, also beside a causal mask."""
-    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (*lengths, lengths[1]))
+    q, k, v = (torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (*lengths, lengths[1]))
     for causal in (False, True):
         options: dict = dict(is_causal=causal, return_lse=True)
         for x, y in zip(sdpa(q, k, v, window=window, **options), sdpa(q, k, v, **options), strict=True):
@@ -155,7 +155,7 @@ def test_a_window_of_all_keys_is_none(device: torch.device, sdpa: Attention, win
 
 
 def test_a_causal_mask_is_a_window(device: torch.device, sdpa: Attention) -> None:
-    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (200, 300, 300))
+    q, k, v = (torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (200, 300, 300))
     for alignment in ("top_left", "bottom_right"):
         found = sdpa(q, k, v, window=(-1, 0), causal_alignment=alignment)
         assert torch.equal(found, sdpa(q, k, v, is_causal=True, causal_alignment=alignment))
@@ -183,7 +183,7 @@ def test_nan_reaches_the_rows_that_see_it(device: torch.device, sdpa: Attention,
 def test_with_any_recipe(device: torch.device, sdpa: Attention, recipe: Recipe) -> None:
     if sdpa.backend == "cuda" and (recipe.k == "token" or recipe.smooth_q):
         pytest.skip("auto runs Triton")
-    q, k, v = (torch.randn(1, 2, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (200, 300, 300))
+    q, k, v = (torch.randn(1, 1, n, 64, generator=torch.Generator().manual_seed(n)).to(device) for n in (200, 300, 300))
     options: dict = dict(window=(70, 20), causal_alignment="bottom_right")
     for scale in (None, -0.1 if sdpa.backend == "triton" else 0.1):
         out = sdpa(q, k, v, recipe=recipe, scale=scale, **options)
@@ -208,8 +208,12 @@ def test_which_instances_take_windows() -> None:
 
 
 def test_tiles_of_windows_mix_as_many_heads_as_their_keys_allow() -> None:
-    q, k, v = (torch.zeros(1, 16, n, 128) for n in (1, 20000, 20000))
-    call = replace(call_of(*quantize(q, k, v, Recipe())), causal="bottom_right")
+    operands = quantize(*(torch.zeros(1, 1, n, 128) for n in (1, 20000, 20000)), Recipe())
+    tensors = ({name: x for name, x in vars(operand).items() if isinstance(x, torch.Tensor)} for operand in operands)
+    of_heads = (
+        replace(a, **{name: x.expand(1, 16, *x.shape[2:]).contiguous() for name, x in b.items()}) for a, b in zip(operands, tensors, strict=True)
+    )
+    call = replace(call_of(*of_heads), causal="bottom_right")
     assert heads_in_l2(replace(call, window=(500, 0)), 5) > heads_in_l2(call, 5)
 
 
