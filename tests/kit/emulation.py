@@ -999,15 +999,15 @@ def decoder(config: decode.DecodeConfig, *mutations: Mutation) -> build.Library:
     return build.Library(SimpleNamespace(decode=SimpleNamespace(default=functools.partial(_decode, emulated))), {config: 0})
 
 
-def _decode_tensors(library: ctypes.CDLL, launcher: int, *arguments) -> None:
+def _decode_tensors(source: Source, launcher: int, *arguments) -> None:
     """binding.cpp's decode_tensors."""
     p = decode_tensors_params(*arguments)
-    assert library.decode_tensors(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernel doesn't come to an end"
+    assert source.variant(half=p.half).decode_tensors(ctypes.byref(p), ctypes.sizeof(p)) & 0xFF, "the emulated kernel doesn't come to an end"
 
 
 def tensors_decoder(config: decode_tensors.DecodeTensorsConfig, *mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled decode kernel for caches of other engines."""
-    emulated = library("decode_tensors.cpp", *mutations, instance=instance_of(config))
+    emulated = Source("decode_tensors.cpp", config, mutations)
     return build.Library(SimpleNamespace(decode_tensors=SimpleNamespace(default=functools.partial(_decode_tensors, emulated))), {config: 0})
 
 

@@ -1,4 +1,4 @@
-// The decode kernel for caches of other engines.
+// The decode kernel for caches of other engines. Variant::half: whether queries are halves, else bfloat16.
 #include "instance.h"
 #include "run.h"
 
@@ -8,8 +8,9 @@ extern "C" bool decode_tensors(const void* params, int bytes) {
   DecodeParams p = {};
   if (bytes > int(sizeof(p))) abort();
   memcpy(&p, params, bytes);
+  if (p.half != Variant::half) abort();
+  using T = std::conditional_t<Variant::half, __half, __nv_bfloat16>;
   constexpr long patience = 20000;
-  auto* kernel = p.half ? fp8attn::decode_tensors<Instance, __half> : fp8attn::decode_tensors<Instance, __nv_bfloat16>;
   // the last CTA to store its part of a tile is then the one that has the tile's first keys
-  return cta::run<true>(kernel, p, p.ctas, decode_tensors_threads<Instance::config>, 1, patience);
+  return cta::run<true>(fp8attn::decode_tensors<Instance, T>, p, p.ctas, decode_tensors_threads<Instance::config>, 1, patience);
 }
