@@ -219,11 +219,9 @@ __global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Inst
   __syncthreads();
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  const DecodeSchedule<C.rows, TokenBlocks> schedule(p);
-  TokenTilesOf<C> tiles(schedule, blockIdx.x);
+  using Schedule = DecodeSchedule<C.rows, TokenBlocks>;
   if constexpr (has_many<C>) {
     using Shape = ManyShape<C>;
-    if (threadIdx.x == 0) shared.shares = schedule.shares;
     const int warpgroup = ptx::uniform(threadIdx.x / 128), thread = threadIdx.x % 128;
     if (warpgroup < Shape::attenders) {
       ptx::registers_increase<Shape::registers>();
@@ -233,8 +231,10 @@ __global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Inst
       check_blocks<C, T>(shared);
     } else {
       ptx::registers_decrease<Shape::loader_registers>();
+      const Schedule schedule(p);
+      TokenTilesOf<C> tiles(schedule, blockIdx.x);
       if (thread < Shape::preparers) {
-        prepare_tiles<C, T>(p, shared, tiles, thread);
+        prepare_tiles<C, T>(p, shared, schedule.shares, tiles, thread);
       } else if (thread < 96) {
         load_token_blocks<C, Loads::scales>(p, shared, tiles);
       } else {
@@ -243,6 +243,8 @@ __global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Inst
       }
     }
   } else {
+    const Schedule schedule(p);
+    TokenTilesOf<C> tiles(schedule, blockIdx.x);
     if (threadIdx.x >= DECODERS) {
       load_token_blocks<C, Loads::all>(p, shared, tiles);
       store_empty_rows(p, C.head_dim);

@@ -112,11 +112,11 @@ __device__ void bring_queries(const DecodeParams& p, const TokenTilesOf<C>& tile
 
 // Some warps bring one tile's queries after another, as many tiles ahead as there are rooms.
 template <DecodeTensorsConfig C, typename T>
-__device__ void prepare_tiles(const DecodeParams& p, ManyStorage<C>& shared, TokenTilesOf<C>& first, int thread) {
+__device__ void prepare_tiles(const DecodeParams& p, ManyStorage<C>& shared, const UnitShares& shares, TokenTilesOf<C>& first, int thread) {
   using Shape = ManyShape<C>;
   if (thread == 0) {
     first.next(p);
-    shared.tiles[0] = first;
+    shared.tiles[0] = first, shared.shares = shares;
   }
   Ring<Shape::rooms> room;
   for (;;) {

@@ -454,6 +454,15 @@ def test_mutant_of_many_rows_is_seen(name: str) -> None:
         many_calls_are_right(libraries)
 
 
+def test_which_tiles_a_call_takes() -> None:
+    """Those of few rows where they are faster."""
+    cpu = torch.device("cpu")
+    for case, most in ((FP8, 8), (replace(FP8, scales=("tensor", "row")), 8), (BY_TOKEN, 16), (HALF, 16)):
+        for rows, has_many in ((most, False), (most + 1, True)):
+            call = replace(case, lengths=(70,), queries=rows, group=1).call(cpu)
+            assert decode_tensors.choose(call.q, call.cache, call.batch).has_many == has_many, (case, rows)
+
+
 def test_unsupported_calls_say_why() -> None:
     cpu = torch.device("cpu")
     for case, reason in (
