@@ -230,9 +230,9 @@ __global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Inst
       ptx::registers_decrease<Shape::checker_registers>();
       check_blocks<C, T>(shared);
     } else {
-      ptx::registers_decrease<Shape::loader_registers>();
-      const Schedule schedule(p);
+      const Schedule schedule(p);  // with more registers than behind it
       TokenTilesOf<C> tiles(schedule, blockIdx.x);
+      ptx::registers_decrease<Shape::loader_registers>();
       if (thread < Shape::preparers) {
         prepare_tiles<C, T>(p, shared, schedule.shares, tiles, thread);
       } else if (thread < 96) {
