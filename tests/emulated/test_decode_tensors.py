@@ -352,6 +352,16 @@ MANY_MUTANTS = {
     "the other warpgroup's sum": ("tile/many_rows.h", "l_of[h] * of_theirs[h]", "l_of[h]"),
     "the other warpgroup's output": ("many_tensors.h", "fmaf(theirs.z, factors.w,", "fmaf(theirs.z, 1.0f,"),
     "a tile found in a room that is in use": ("many_tensors.h", "ptx::mbarrier_wait(&shared.attended[room.stage], room.phase ^ 1);", ""),
+    "tokens in half precision that are still multiplied": (
+        "many_tensors.h",
+        "rows.finish_products();\n          __syncwarp();\n          free_values(values);",
+        "free_values(values);",
+    ),
+    "values that are still multiplied": (
+        "many_tensors.h",
+        "rows.finish_products();\n        __syncwarp();\n        if constexpr (C.by_token)",
+        "__syncwarp();\n        if constexpr (C.by_token)",
+    ),
     "rows of the first warpgroup": ("many_tensors.h", "+ first * TokenPanels<row_bytes<C>>::PANEL;", ";"),
 }
 """Mutants that only many rows show."""
