@@ -157,12 +157,7 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
     const float l = nonfinite ? NAN : odd ? rows.l[group][1] : rows.l[group][0], m = odd ? rows.m[group][1] : rows.m[group][0];
     const float weight = !complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
     const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
-    if (f.row < 2 && query.real) {
-      if (complete)
-        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
-      else
-        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
-    }
+    if (f.row < 2 && query.real) store_sums(p, query, tile.batch, complete, part, m, l);
 #pragma unroll
     for (int t = 0; t < DIM / WGMMA_ROWS; ++t)
 #pragma unroll

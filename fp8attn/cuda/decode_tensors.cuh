@@ -19,6 +19,8 @@ constexpr bool has_many = C.rows == MANY_ROWS;
 
 template <DecodeTensorsConfig C>
 struct alignas(1024) FewStorage {
+  static constexpr int threads = DECODERS + 32;  // of a CTA: a warpgroup attends, and a warp loads
+
   uint8_t k[C.stages][TOKENS * row_bytes<C>], v[C.stages][TOKENS * row_bytes<C>];
   uint8_t q[C.rows * row_bytes<C>];
   WarpExchange<C.rows> exchange;
@@ -42,10 +44,6 @@ struct alignas(1024) FewStorage {
 
 template <DecodeTensorsConfig C>
 struct DecodeTensorsStorage : std::conditional_t<has_many<C>, ManyStorage<C>, FewStorage<C>> {};
-
-// Threads that aren't the warpgroup's: a warp loads, beside others.
-template <DecodeTensorsConfig C>
-constexpr int decode_tensors_threads = has_many<C> ? ManyShape<C>::threads : DECODERS + 32;
 
 // Copies the rows of a tile as they came to panels of HEIGHT rows, with TMA's swizzle. Called by all decoders.
 template <typename T, int DIM, int HEIGHT>
@@ -84,12 +82,7 @@ __device__ void store_token_rows(const DecodeParams& p, FewStorage<C>& shared, c
     const float l = nonfinite ? NAN : rows.l[group][r], m = rows.m[group][r];
     const float weight = weight_of(restore, complete, l);
     const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
-    if (threadIdx.x < 4) {
-      if (complete)
-        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
-      else
-        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
-    }
+    if (threadIdx.x < 4) store_sums(p, query, tile.batch, complete, part, m, l);
 #pragma unroll
     for (int t = 0; t < Rows::TILES; ++t) {
       const float a = rows.o[t][4 * group + r] * weight, b = rows.o[t][4 * group + 2 + r] * weight;
@@ -113,8 +106,7 @@ __device__ void begin_tile(const DecodeParams& p, FewStorage<C>& shared, int tur
   else
     copy_queries<T, C.head_dim>(p, tile, shared.q);
   if (thread < C.rows) {
-    const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + thread).position;
-    shared.seen[thread] = position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
+    shared.seen[thread] = tokens_seen(p, tile, thread);
   }
   ptx::warpgroup_sync(1);
   if (thread == DECODERS - 1) {
@@ -122,13 +114,6 @@ __device__ void begin_tile(const DecodeParams& p, FewStorage<C>& shared, int tur
     next.next(p);
     shared.tiles[turn ^ 1] = next;
   }
-}
-
-// What a score of a row is multiplied by, if not also by its token's scale.
-template <DecodeTensorsConfig C>
-__device__ float scale_of_row(const DecodeParams& p, const FewStorage<C>& shared, const TensorScales& scales, int row) {
-  const float of_row = C.fp8 ? shared.row_scale[row] : p.score_scale;
-  return C.fp8 && !C.by_token ? score_factor(of_row * scales.k, false) : of_row;
 }
 
 // Calls body(tile, scales, f) for the CTA's tiles, with queries in shared memory. Called by all decoders. A tile is in
@@ -186,7 +171,7 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, Fe
         }
       }
       typename Rows::OfMine factor;
-      Rows::for_queries([&](int group, int r) { factor[group][r] = scale_of_row<C>(p, shared, of_all, QUERY_GROUP * group + f.column + r); });
+      Rows::for_queries([&](int group, int r) { factor[group][r] = scale_of_row<C>(p, shared.row_scale, of_all, QUERY_GROUP * group + f.column + r); });
       const bool nonfinite = nan_of_v[0] != 0.0f || nan_of_v[2] != 0.0f;
       rows.template attend<C.by_token>(s, shared.v[stage], factor, scales, nonfinite, shared.seen, (tile.blocks.first + block) * TOKENS, p.softcap, shared.exchange, shared.more, f);
       __syncwarp();
@@ -199,7 +184,7 @@ __device__ __forceinline__ void attend_to_token_blocks(const DecodeParams& p, Fe
 
 // The grid: p.ctas. T: of the queries, and of a cache in half precision.
 template <class Instance, typename T>
-__global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Instance::config.ctas) decode_tensors(const __grid_constant__ DecodeParams p) {
+__global__ void __launch_bounds__(DecodeTensorsStorage<Instance::config>::threads, Instance::config.ctas) decode_tensors(const __grid_constant__ DecodeParams p) {
   constexpr DecodeTensorsConfig C = Instance::config;
   extern __shared__ __align__(1024) uint8_t bytes[];
   DecodeTensorsStorage<C>& shared = *reinterpret_cast<DecodeTensorsStorage<C>*>(bytes);
@@ -211,7 +196,7 @@ __global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Inst
     if (threadIdx.x < sizeof(shared.zeros) / 4) reinterpret_cast<uint32_t*>(shared.zeros)[threadIdx.x] = 0;
     ptx::fence_proxy_async();  // wgmma reads zeros
   }
-  prefetch_inputs<T, C.head_dim, decode_tensors_threads<C>>(p);
+  prefetch_inputs<T, C.head_dim, DecodeTensorsStorage<C>::threads>(p);
   if (threadIdx.x == DECODERS) {
     ptx::tma_prefetch(p.k_map);
     ptx::tma_prefetch(p.v_map);
@@ -235,7 +220,7 @@ __global__ void __launch_bounds__(decode_tensors_threads<Instance::config>, Inst
       ptx::registers_decrease<Shape::loader_registers>();
       if (thread < Shape::preparers) {
         prepare_tiles<C, T>(p, shared, schedule.shares, tiles, thread);
-      } else if (thread < 96) {
+      } else if (thread < Shape::loader) {
         load_token_blocks<C, Loads::scales>(p, shared, tiles);
       } else {
         load_token_blocks<C, Loads::tokens>(p, shared, tiles);
@@ -262,7 +247,7 @@ template <class Instance>
 cudaError_t launch(const DecodeParams& p, int ctas, cudaStream_t stream) {
   constexpr int bytes = sizeof(DecodeTensorsStorage<Instance::config>);
   const auto kernel = p.half ? decode_tensors<Instance, __half> : decode_tensors<Instance, __nv_bfloat16>;
-  return launch_grid_with_shared_memory(kernel, p, ctas, decode_tensors_threads<Instance::config>, bytes, stream);
+  return launch_grid_with_shared_memory(kernel, p, ctas, DecodeTensorsStorage<Instance::config>::threads, bytes, stream);
 }
 
 }  // namespace fp8attn

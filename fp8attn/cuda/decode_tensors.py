@@ -23,6 +23,9 @@ TILE_BYTES = 60
 MANY_ROWS = 16 * GROUP
 """Rows of a tile whose queries are the rows of products of two warpgroups."""
 
+BESIDE_BLOCKS = 4
+"""What a CTA does for such a tile beside its blocks takes about as long as so many of them."""
+
 FEW_ROWS = {False: GROUP, True: 2 * GROUP}
 """Rows of a key/value head with which tiles of so many rows are slower; whether scales are per token, or tokens are in
 half precision."""
@@ -149,8 +152,8 @@ def part_log(batch: PagedBatch) -> int:
 
 
 def most_blocks(cache: PagedTensors, batch: PagedBatch) -> int:
-    """The most blocks of a tile, with what it takes beside them."""
-    return capacity_of(cache, batch) // KEY_BLOCK + 8
+    """The most blocks of a tile."""
+    return capacity_of(cache, batch) // KEY_BLOCK + 2
 
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
@@ -171,7 +174,7 @@ def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
             return reason
         if any(size > 1 and stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)):
             return f"{name} has strides {x.stride()}; it takes slots that are apart"
-    blocks = decode.tiles_of(q, cache.kv_heads, batch) * most_blocks(cache, batch)
+    blocks = decode.tiles_of(q, cache.kv_heads, batch) * (most_blocks(cache, batch) + BESIDE_BLOCKS)
     if max(blocks, q.numel(), cache.k.shape[0]) >= 1 << 31:
         return f"the call has {blocks} blocks of keys; it takes fewer than 2^31"
     return None

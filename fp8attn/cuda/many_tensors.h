@@ -13,14 +13,15 @@ namespace fp8attn {
 
 template <DecodeTensorsConfig C>
 struct ManyShape {
-  static constexpr int attenders = MANY_ROWS / WGMMA_ROWS, threads = 128 * (attenders + 2);
+  static constexpr int attenders = MANY_ROWS / WGMMA_ROWS;
   static constexpr int registers = C.head_dim > 128 ? 216 : 200, checker_registers = C.head_dim > 128 ? 40 : 64, loader_registers = C.head_dim > 128 ? 40 : 48;
   static constexpr int slots = C.fp8 ? (C.head_dim > 128 ? 2 : 4) : C.stages;      // of checked blocks
   static constexpr int rooms = C.head_dim > 128 && !C.fp8 ? 1 : 2;                 // for queries of tiles
-  static constexpr int preparers = C.by_token ? 64 : 96, preparer_barrier = 2;  // another warp loads scales of tokens
+  // Of the last warpgroup: the first thread that loads tokens, and how many prepare. A warp between loads scales.
+  static constexpr int loader = 96, preparers = C.by_token ? loader - 32 : loader, preparer_barrier = 2;
   static_assert(attenders == 2 && 2 * WGMMA_ROWS == MANY_ROWS);
   // Each is always used by the same warpgroup if they share blocks.
-  static_assert(C.rows < MANY_ROWS || (C.stages % 2 == 0 && slots % 2 == 0));
+  static_assert(C.stages % 2 == 0 && slots % 2 == 0);
   static_assert(attenders * registers + checker_registers + loader_registers <= 65536 / 128);
 };
 
@@ -33,6 +34,7 @@ template <DecodeTensorsConfig C>
 struct alignas(1024) ManyStorage {
   using Shape = ManyShape<C>;
   using Tokens = CheckedTokens<__half, C.head_dim, C.fp8>;
+  static constexpr int threads = 128 * (Shape::attenders + 2);  // of a CTA
 
   uint8_t k[C.stages][TOKENS * row_bytes<C>], v[C.stages][TOKENS * row_bytes<C>];
   uint8_t q[Shape::rooms][C.rows * row_bytes<C>];
@@ -92,8 +94,8 @@ __device__ void bring_queries(const DecodeParams& p, const TokenTilesOf<C>& tile
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
         const int row = first + i * STEP;
-        const float scale = quantize_row<C.head_dim, false, C.rows>(team, RowChunk(chunks[i], TeamRotation(0, team, 1.0f), zeros), q, row, row < height);
-        if (row < height && team.member == 0) row_scale[row] = scale == 0.0f ? p.score_scale : scale * p.score_scale;
+        const float scale = quantize_row<C.head_dim, false, C.rows>(team, RowChunk(chunks[i], TeamRotation(0, team, 1.0f), zeros), 1.0f, q, row, row < height);
+        if (row < height && team.member == 0) row_scale[row] = scale * p.score_scale;
       }
     } else {
       constexpr int PANEL = 128;
@@ -124,10 +126,7 @@ __device__ void prepare_tiles(const DecodeParams& p, ManyStorage<C>& shared, con
     const TokenTilesOf<C>& tile = shared.tiles[room.stage];
     const bool exists = tile.exists();
     if (exists) {
-      for (int row = thread; row < C.rows; row += Shape::preparers) {
-        const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + row).position;
-        shared.seen[room.stage][row] = position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
-      }
+      for (int row = thread; row < C.rows; row += Shape::preparers) shared.seen[room.stage][row] = tokens_seen(p, tile, row);
       bring_queries<C, T>(p, tile, shared.q[room.stage], shared.row_scale[room.stage], thread);
     }
     ptx::fence_proxy_async();  // wgmma reads queries
@@ -311,12 +310,7 @@ __device__ void store_many_rows(const DecodeParams& p, const TokenTilesOf<C>& ti
     const float l = nonfinite ? NAN : rows.l[h], m = rows.m[h];
     const float weight = weight_of(restore, complete, l);
     const int64_t part = int64_t(place) * p.part_height + mine, to = (complete ? int64_t(query.out_row(p, tile.batch)) : part) * C.head_dim;
-    if (real && f.column == 0) {
-      if (complete)
-        p.lse[query.index(p, tile.batch)] = (m + log2f(l)) / LOG2E;
-      else
-        *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
-    }
+    if (real && f.column == 0) store_sums(p, query, tile.batch, complete, part, m, l);
     switch (type) {
       case OutType::bf16:
         store_row<__nv_bfloat16>(out, to, rows, h, weight, real, f);
@@ -363,8 +357,7 @@ __device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& 
       }
       const float sink = shares_blocks && number > 0 ? -INFINITE : sink_of(p, tile, mine, seen[mine]);
       if (sink != -INFINITE) rows.add_sink(h, sink, f.column == 0);
-      factor[h] = C.fp8 ? row_scale[mine] : p.score_scale;
-      if constexpr (C.fp8 && !C.by_token) factor[h] = score_factor(factor[h] * of_all.k, false);
+      factor[h] = scale_of_row<C>(p, row_scale, of_all, mine);
     }
     const SeenByAll by_all(p, tile.row, tile.first_row() + first, WGMMA_ROWS);
     const uint32_t never_plain = p.softcap > 0.0f || of_all.nan() != 0.0f;

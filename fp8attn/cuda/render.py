@@ -15,7 +15,7 @@ from .. import quantization as quantize_ref
 from .append import OF_WORD, AppendConfig
 from .configs import KEYS, ONES, ROWS, VALUE_PART, HopperConfig
 from .decode import MOST_FIXED_PARTS, TILES_OF_TICKET, DecodeConfig
-from .decode_tensors import MANY_ROWS, DecodeTensorsConfig
+from .decode_tensors import BESIDE_BLOCKS, MANY_ROWS, DecodeTensorsConfig
 from .fused_head import FusedHeadConfig
 from .fused_small import FusedSmallConfig
 from .general_quantize import MEASURED_CHANNELS, MEASURED_CHUNK_BYTES, GeneralQuantizeConfig, UnsmoothLseConfig
@@ -64,6 +64,7 @@ CONSTANTS: dict[str, int | float] = {
     "MOST_FIXED_PARTS": MOST_FIXED_PARTS,
     "TILES_OF_TICKET": TILES_OF_TICKET,
     "MANY_ROWS": MANY_ROWS,
+    "BESIDE_BLOCKS": BESIDE_BLOCKS,
     "RUN": quantize_ref.RUN,
     "SMALLEST_SCALE": quantize_ref.SMALLEST_SCALE,
     "LARGEST_MEAN": quantize_ref.LARGEST_MEAN,

@@ -101,6 +101,20 @@ struct TensorScales {
 // What a row's sums are multiplied by, of a complete tile or a part of one. `restore`: V's scale.
 __device__ inline float weight_of(float restore, bool complete, float l) { return restore * (!complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l); }
 
+// The first and the last token that a row of a tile sees; none if it isn't real.
+template <typename Tile>
+__device__ int2 tokens_seen(const DecodeParams& p, const Tile& tile, int row) {
+  const int position = QueryRow(p, tile.row, tile.kv_head, tile.first_row() + row).position;
+  return position < 0 ? int2{1 << 30, -1} : int2{first_seen(p, position), last_seen(p, position, tile.row.end)};
+}
+
+// What a score of a row is multiplied by, if not also by its token's scale. `row_scale`: of the tile's rows.
+template <DecodeTensorsConfig C>
+__device__ float scale_of_row(const DecodeParams& p, const float* row_scale, const TensorScales& scales, int row) {
+  const float of_row = C.fp8 ? row_scale[row] : p.score_scale;
+  return C.fp8 && !C.by_token ? score_factor(of_row * scales.k, false) : of_row;
+}
+
 // The sink of a row of a tile that begins with its first key, in base 2; or -inf.
 template <typename Tile>
 __device__ float sink_of(const DecodeParams& p, const Tile& tile, int row, int2 seen) {

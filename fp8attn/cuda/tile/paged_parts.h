@@ -47,6 +47,15 @@ __device__ void prefetch_inputs(const DecodeParams& p) {
   }
 }
 
+// Stores the LSE of a row of a complete tile; else, at row `part` of partial results, its largest score in base 2 and
+// its sum.
+__device__ inline void store_sums(const DecodeParams& p, const QueryRow& query, int batch, bool complete, int64_t part, float m, float l) {
+  if (complete)
+    p.lse[query.index(p, batch)] = (m + log2f(l)) / LOG2E;
+  else
+    *reinterpret_cast<float2*>(p.part_rows + 2 * part) = {m, l};
+}
+
 // Two channels of a row of the output.
 __device__ inline void store_pair(const DecodeParams& p, int64_t index, float a, float b) {
   switch (p.out_type) {
@@ -69,7 +78,7 @@ struct TileParts {
 
   template <int HEIGHT, typename Blocks>
   __device__ TileParts(const DecodeParams& p, const UnitShares& shares, const DecodeTiles<HEIGHT, Blocks>& tile) : fixed(has_fixed_parts(p)) {
-    const int first_block = tile.before + BESIDE_BLOCKS<HEIGHT>;  // of all units
+    const int first_block = tile.before + units_beside<HEIGHT>;  // of all units
     first = fixed ? tile.before : shares.cta_of(first_block, blockIdx.x);
     count = fixed ? units_of<HEIGHT>(p, tile.blocks.size()) : shares.cta_of(first_block + tile.blocks.size() - 1, blockIdx.x) - first + 1;
   }

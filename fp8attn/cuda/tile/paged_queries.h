@@ -21,9 +21,9 @@ template <int DIM>
 constexpr int KEY_PANEL = DIM < 128 ? DIM : 128;  // bytes of a row of K in a panel, as TMA writes it; and of Q
 
 // Quantizes a row: `codes` are panels of HEIGHT rows, with TMA's swizzle, of which a row that doesn't exist changes
-// nothing. Returns its scale; 0 of zeros, NaN if an element is not finite. Called by whole warps.
+// nothing. Returns its scale, times `unit`; 1 of zeros, NaN if an element is not finite. Called by whole warps.
 template <int DIM, bool INT8, int HEIGHT>
-__device__ float quantize_row(const RowTeam& team, const RowChunk& chunk, uint8_t* codes, int row, bool exists) {
+__device__ float quantize_row(const RowTeam& team, const RowChunk& chunk, float unit, uint8_t* codes, int row, bool exists) {
   constexpr int PANEL = KEY_PANEL<DIM>;
   const float largest = team.largest(chunk.largest), scale = row_scale_of<INT8>(largest), inverse = __frcp_rn(scale);
   const bool has_nan = team.any(chunk.has_nan());
@@ -31,7 +31,7 @@ __device__ float quantize_row(const RowTeam& team, const RowChunk& chunk, uint8_
     uint8_t* const panel = codes + team.channel / PANEL * HEIGHT * PANEL;
     *reinterpret_cast<uint2*>(panel + ptx::swizzled<PANEL>(row, team.channel % PANEL)) = {codes_of<INT8>(chunk.y, inverse), codes_of<INT8>(chunk.y + 4, inverse)};
   }
-  return has_nan ? NAN : largest > 0.0f ? scale : 0.0f;
+  return has_nan ? NAN : largest > 0.0f ? scale * unit : 1.0f;
 }
 
 // Quantizes the rows of a tile. Called by all decoders. `codes`: panels of HEIGHT rows, with TMA's swizzle. Sets the
@@ -67,10 +67,10 @@ __device__ void quantize_queries(const DecodeParams& p, const DecodeTiles<HEIGHT
 #pragma unroll
     for (int i = 0; i < CHUNK; ++i) sum = fmaf(x[i], mean[i], sum);
     sum = team.sum(sum);
-    const float scale = quantize_row<DIM, INT8, HEIGHT>(team, RowChunk(chunk, rotation, zeros), codes, mine, mine < rows);
+    const float scale = quantize_row<DIM, INT8, HEIGHT>(team, RowChunk(chunk, rotation, zeros), unit, codes, mine, mine < rows);
     if (mine >= rows) continue;
     if (team.member == 0) {
-      row_scale[mine] = scale == 0.0f ? p.score_scale : scale * unit * p.score_scale;
+      row_scale[mine] = scale * p.score_scale;
       if (mean_score != nullptr) mean_score[mine] = sum * unit * p.score_scale;
     }
   }

@@ -100,12 +100,12 @@ __device__ inline int log2_of_parts(const DecodeParams& p, int blocks) { return 
 // What a CTA does for a tile beside its blocks takes about as long as so many of them, where tiles have many rows. They
 // are the first units of a tile.
 template <int HEIGHT>
-constexpr int BESIDE_BLOCKS = HEIGHT > 64 ? 4 : 0;
+constexpr int units_beside = HEIGHT == MANY_ROWS ? BESIDE_BLOCKS : 0;
 
 // CTAs share units: blocks and what is beside them, or fixed parts.
 template <int HEIGHT>
 __device__ int units_of(const DecodeParams& p, int blocks) {
-  return has_fixed_parts(p) ? int(blocks > 0) << log2_of_parts(p, blocks) : blocks > 0 ? blocks + BESIDE_BLOCKS<HEIGHT> : 0;
+  return has_fixed_parts(p) ? int(blocks > 0) << log2_of_parts(p, blocks) : blocks > 0 ? blocks + units_beside<HEIGHT> : 0;
 }
 
 // The number of a tile's first page.
@@ -252,7 +252,7 @@ struct DecodeTiles {
 
   // Goes to the next tile, or its next part. Without one, begin is end.
   __device__ void next(const DecodeParams& p) {
-    constexpr int BESIDE = BESIDE_BLOCKS<HEIGHT>;
+    constexpr int BESIDE = units_beside<HEIGHT>;
     const bool fixed = has_fixed_parts(p);
     if (exists()) unit = fixed ? unit + 1 : end + BESIDE;
     begin = end = 0;

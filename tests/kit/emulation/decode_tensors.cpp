@@ -12,5 +12,5 @@ extern "C" bool decode_tensors(const void* params, int bytes) {
   using T = std::conditional_t<Variant::half, __half, __nv_bfloat16>;
   constexpr long patience = 20000;
   // the last CTA to store its part of a tile is then the one that has the tile's first keys
-  return cta::run<true>(fp8attn::decode_tensors<Instance, T>, p, p.ctas, decode_tensors_threads<Instance::config>, 1, patience);
+  return cta::run<true>(fp8attn::decode_tensors<Instance, T>, p, p.ctas, DecodeTensorsStorage<Instance::config>::threads, 1, patience);
 }
