@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import multiprocessing
 import os
 import shutil
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +17,7 @@ from caps import capped_calls
 from closeness import E4M3_STEP, assert_matches_pipeline
 from emulated import ROW_KINDS, low_mask
 from emulation import mutate
+from forked import server
 from fp8attn import Recipe, reference, rotation
 from fp8attn.backends import cuda_unavailable
 from fp8attn.call import Call, Problem, empty_lse, empty_output
@@ -207,10 +207,8 @@ def compare(actual: tuple[torch.Tensor, torch.Tensor], expected: tuple[torch.Ten
 
 
 def run_check(sources: Path, cache: Path, rung: str | None) -> list[str]:
-    # forked from a process that has imported what takes long and never touches a GPU: a kernel that crashes takes no other test with it
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "triton", "fp8attn"])
-    with ProcessPoolExecutor(1, context) as process:
+    # in another process: a kernel that crashes takes no other test with it
+    with server() as context, ProcessPoolExecutor(1, context) as process:
         return process.submit(check, str(sources), str(cache), rung).result()
 
 

@@ -136,7 +136,7 @@ void store_but(int pending) {
 
 void tma_store_commit() {
   cta::running().stores.commit();
-  if (cta::at_once()) store_but(0);
+  if (cta::happens_now()) store_but(0);
 }
 
 void bulk_copy(uint32_t to, uint32_t from, uint32_t count, uint32_t barrier) {
@@ -333,7 +333,7 @@ void multiply_together(int pending, bool may_wait) {
     Warp warp;
     for (int l = 0; l < 32; ++l) warp[l] = static_cast<Lane*>(all[l])->thread;
     const Lane& any = *static_cast<Lane*>(all[0]);
-    if (!any.may_wait || cta::at_once()) multiply_but(warp, any.pending);
+    if (!any.may_wait || cta::happens_now()) multiply_but(warp, any.pending);
   });
 }
 

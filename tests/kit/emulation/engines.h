@@ -55,6 +55,6 @@ inline Running& running() { return static_cast<Running&>(*current); }
 void later(Deed deed);
 
 // Whether an operation that may happen now or later happens now. Random.
-bool at_once();
+bool happens_now();
 
 }  // namespace cta

@@ -206,7 +206,7 @@ void wait_for_phase(const uint64_t* barrier, uint32_t parity) {
 
 void later(Deed deed) { in_flight.push_back(std::move(deed)); }
 
-bool at_once() { return random_order() % 2 == 0; }
+bool happens_now() { return random_order() % 2 == 0; }
 
 void meet(Meeting& meeting, int count) {
   const int round = meeting.round;
