@@ -213,7 +213,7 @@ __global__ void __launch_bounds__(DecodeTensorsStorage<Instance::config>::thread
       attend_to_blocks_of_many<C, T>(p, shared, warpgroup);
     } else if (warpgroup == Shape::attenders) {
       ptx::registers_decrease<Shape::checker_registers>();
-      check_blocks<C, T>(shared);
+      check_blocks<C, T>(p, shared);
     } else {
       const Schedule schedule(p);  // with more registers than behind it
       TokenTilesOf<C> tiles(schedule, blockIdx.x);

@@ -82,9 +82,15 @@ class DecodeTensorsConfig(DecodeShape):
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of a warpgroup's accumulators for finding tokens that are not finite, and for scores, in the cache's
-        type; and of those of P·V, in half precision."""
-        return (GROUP, KEY_BLOCK, min(self.head_dim, 128)) if self.has_many else ()
+        """Widths of a warpgroup's e4m3 accumulators: for finding tokens that are not finite, and for scores."""
+        return (GROUP, KEY_BLOCK) if self.has_many and self.fp8 else ()
+
+    @property
+    def half_widths(self) -> tuple[int, ...]:
+        """Widths of those in half precision: for scores of such a cache, and for P·V."""
+        if not self.has_many:
+            return ()
+        return (*(() if self.fp8 else (KEY_BLOCK,)), min(self.head_dim, 128))
 
     @property
     def name(self) -> str:

@@ -17,6 +17,7 @@ struct ManyShape {
   static constexpr int registers = C.head_dim > 128 ? 216 : 200, checker_registers = C.head_dim > 128 ? 40 : 64, loader_registers = C.head_dim > 128 ? 40 : 48;
   static constexpr int slots = C.fp8 ? (C.head_dim > 128 ? 2 : 4) : C.stages;      // of checked blocks
   static constexpr int rooms = C.head_dim > 128 && !C.fp8 ? 1 : 2;                 // for queries of tiles
+  static constexpr int places = C.stages < slots ? C.stages : slots;               // of blocks in shared memory
   // Of the last warpgroup: the first thread that loads tokens, and how many prepare. A warp between loads scales.
   static constexpr int loader = 96, preparers = C.by_token ? loader - 32 : loader, preparer_barrier = 2;
   static_assert(attenders == 2 && 2 * WGMMA_ROWS == MANY_ROWS);
@@ -73,39 +74,69 @@ struct alignas(1024) ManyStorage {
   }
 };
 
+// The magnitudes of two halves or bfloat16. Their bits are in the order of the numbers; NaN is the largest one.
+__device__ inline uint32_t magnitudes(uint32_t word) { return word & 0x7FFF7FFF; }
+
+// Quantizes a lane's 16 channels of a row, as quantize_row does. ROW_LANES adjacent lanes have a row. Returns the row's
+// scale. If an element is not finite, the scale isn't, nor is the element's code. Called by whole warps.
+template <typename T, int ROW_LANES>
+__device__ float quantize_channels(const uint4 (&channels)[2], uint4& codes) {
+  const uint32_t words[8] = {channels[0].x, channels[0].y, channels[0].z, channels[0].w, channels[1].x, channels[1].y, channels[1].z, channels[1].w};
+  uint32_t of_two = 0;
+#pragma unroll
+  for (uint32_t word : words) of_two = __vmaxu2(of_two, magnitudes(word));
+#pragma unroll
+  for (int distance = ROW_LANES / 2; distance > 0; distance /= 2) of_two = __vmaxu2(of_two, __shfl_xor_sync(~0u, of_two, distance));
+  const uint32_t largest = max(of_two & 0xFFFF, of_two >> 16);
+  const float scale = row_scale_of<false>(Pair<T>::floats(largest).x), inverse = __frcp_rn(scale);
+  const auto codes_of_words = [&](int i) {
+    const float2 low = Pair<T>::floats(words[i]), high = Pair<T>::floats(words[i + 1]);
+    return ptx::e4m3x4(low.x * inverse, low.y * inverse, high.x * inverse, high.y * inverse);
+  };
+  codes = {codes_of_words(0), codes_of_words(2), codes_of_words(4), codes_of_words(6)};
+  return largest > 0 ? scale : 1.0f;
+}
+
 // Brings the queries of a tile to shared memory: `q`. thread: of those that prepare.
 template <DecodeTensorsConfig C, typename T>
 __device__ void bring_queries(const DecodeParams& p, const TokenTilesOf<C>& tile, uint8_t* q, float* row_scale, int thread) {
-  constexpr int ROW_LANES = C.head_dim / CHUNK, STEP = ManyShape<C>::preparers / ROW_LANES;  // rows at a time
-  constexpr int TOGETHER = 4;                                                      // loads in flight
-  const int height = tile.height(p), above = thread % 32 / ROW_LANES, channel = thread % ROW_LANES * CHUNK;
+  constexpr int CHANNELS = C.fp8 ? 16 : 8;  // of a lane: 16 bytes as they are multiplied
+  constexpr int ROW_LANES = C.head_dim / CHANNELS, STEP = ManyShape<C>::preparers / ROW_LANES;  // rows at a time
+  constexpr int TOGETHER = C.fp8 ? 2 : 4;  // rows of a lane whose loads are in flight
+  constexpr int PANEL = TokenPanels<row_bytes<C>>::PANEL;
+  const int height = tile.height(p), above = thread % 32 / ROW_LANES, byte = thread % ROW_LANES * 16;
+  uint8_t* const panel = q + byte / PANEL * C.rows * PANEL;
+  // of the heads that share the key/value head, and of the row of the batch
+  const T* const queries = query_at<T>(p, tile.batch, QueryRow(tile.kv_head * p.group, tile.row.begin)) + thread % ROW_LANES * CHANNELS;
+  // Whether a row is a token's, and where the lane's channels of it are.
+  const auto find = [&](int row, const uint4*& from) {
+    const int index = tile.first_row() + row, number = query_of(p, index);
+    from = reinterpret_cast<const uint4*>(queries + (index - number * p.group) * p.q_strides[1] + number * p.q_strides[2]);
+    return row < height && number < tile.row.count;
+  };
 #pragma unroll 1
   for (int first = thread / ROW_LANES; first - above < height; first += TOGETHER * STEP) {
+    const uint4* from;
     if constexpr (C.fp8) {
-      Chunk<T> chunks[TOGETHER];
+      uint4 channels[TOGETHER][2] = {};
+#pragma unroll
+      for (int i = 0; i < TOGETHER; ++i)
+        if (find(first + i * STEP, from)) channels[i][0] = from[0], channels[i][1] = from[1];
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
         const int row = first + i * STEP;
-        const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
-        if (row < height && query.real) chunks[i].template load<true>(query_at<T>(p, tile.batch, query) + channel);
-      }
-      const RowTeam team(C.head_dim);
-      constexpr float zeros[CHUNK] = {};
-#pragma unroll
-      for (int i = 0; i < TOGETHER; ++i) {
-        const int row = first + i * STEP;
-        const float scale = quantize_row<C.head_dim, false, C.rows>(team, RowChunk(chunks[i], TeamRotation(0, team, 1.0f), zeros), 1.0f, q, row, row < height);
-        if (row < height && team.member == 0) row_scale[row] = scale * p.score_scale;
+        uint4 codes;
+        const float scale = quantize_channels<T, ROW_LANES>(channels[i], codes);
+        if (row >= height) continue;
+        *reinterpret_cast<uint4*>(panel + ptx::swizzled<PANEL>(row, byte % PANEL)) = codes;
+        if (byte == 0) row_scale[row] = scale * p.score_scale;
       }
     } else {
-      constexpr int PANEL = 128;
-      uint8_t* const panel = q + 2 * channel / PANEL * C.rows * PANEL;
 #pragma unroll
       for (int i = 0; i < TOGETHER; ++i) {
         const int row = first + i * STEP;
-        if (row >= height) break;
-        const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + row);
-        ptx::cp_async_16(panel + ptx::swizzled<PANEL>(row, 2 * channel % PANEL), query_at<T>(p, tile.batch, query.real ? query : QueryRow(0, 0)) + channel, query.real);
+        const bool real = find(row, from);
+        if (row < height) ptx::cp_async_16(panel + ptx::swizzled<PANEL>(row, byte % PANEL), real ? from : reinterpret_cast<const uint4*>(p.q), real);
       }
     }
   }
@@ -146,21 +177,22 @@ __device__ void prepare_tiles(const DecodeParams& p, ManyStorage<C>& shared, con
 
 // Checks a block of tokens, and converts its values.
 template <DecodeTensorsConfig C, typename T>
-__device__ void check_block(ManyStorage<C>& shared, const Ring<C.stages>& ring, const Ring<ManyShape<C>::slots>& slot, int thread) {
+__device__ void check_block(ManyStorage<C>& shared, const TokenCopies& copies, const Ring<C.stages>& ring, const Ring<ManyShape<C>::slots>& slot, int thread) {
   using Tokens = CheckedTokens<T, C.head_dim, C.fp8>;
   ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
   uint8_t* const v = shared.v[ring.stage];
-  typename Tokens::Sums sums;
-  Tokens::template start_products<false>(sums, v, shared.zeros);
+  const int token = Tokens::token(thread);
+  bool found = shared.missing[ring.stage] >> (token >> copies.shift) & 1;
   if constexpr (C.fp8) {  // keys show in scores
+    typename Tokens::Sums sums;
+    Tokens::start_products(sums, v, shared.zeros);
     ptx::mbarrier_wait(&shared.taken[slot.stage], slot.phase ^ 1);
     Tokens::template convert<true>(v, shared.converted[slot.stage], thread);
+    found |= Tokens::is_nonfinite(sums, thread);
   } else {
-    Tokens::template start_products<true>(sums, shared.k[ring.stage], shared.zeros);
+    found |= Tokens::is_nonfinite(shared.k[ring.stage], v, thread);
   }
-  bool found = Tokens::is_nonfinite(sums, thread);
   if constexpr (C.by_token) {
-    const int token = Tokens::token(thread);
     found |= (shared.k_scale[ring.stage][token] + shared.v_scale[ring.stage][token]) * 0.0f != 0.0f;
   }
   const bool any = __any_sync(~0u, found);
@@ -169,7 +201,7 @@ __device__ void check_block(ManyStorage<C>& shared, const Ring<C.stages>& ring, 
       Tokens::template convert<false>(v, shared.converted[slot.stage], thread);
     else
       Tokens::remove(v, thread);
-    if (thread % 32 < 16) shared.nonfinite[slot.stage].tokens[Tokens::token(thread)] = found;
+    if (thread % 32 < 16) shared.nonfinite[slot.stage].tokens[token] = found;
   }
   if (C.fp8 || any) ptx::fence_proxy_async();
   if (thread % 32 == 0) shared.nonfinite[slot.stage].warps[thread / 32] = any;
@@ -181,8 +213,9 @@ __device__ void check_block(ManyStorage<C>& shared, const Ring<C.stages>& ring, 
 
 // A warpgroup checks the blocks of all tiles.
 template <DecodeTensorsConfig C, typename T>
-__device__ void check_blocks(ManyStorage<C>& shared) {
+__device__ void check_blocks(const DecodeParams& p, ManyStorage<C>& shared) {
   using Shape = ManyShape<C>;
+  const TokenCopies copies(p);
   const int thread = threadIdx.x % 128;
   Ring<C.stages> ring;
   Ring<Shape::slots> slot;
@@ -194,7 +227,7 @@ __device__ void check_blocks(ManyStorage<C>& shared) {
     __syncwarp();
     if (thread % 32 == 0) ptx::mbarrier_arrive(&shared.attended[room.stage]);
 #pragma unroll 1
-    for (int block = 0; block < blocks; ++block, ring.advance(), slot.advance()) check_block<C, T>(shared, ring, slot, thread);
+    for (int block = 0; block < blocks; ++block, ring.advance(), slot.advance()) check_block<C, T>(shared, copies, ring, slot, thread);
   }
 }
 
@@ -209,7 +242,7 @@ struct SeenByAll {
 };
 
 // Whether a row of queries in half precision is finite, by the four lanes that have it: -inf would hide keys. `q`: as
-// TilePreparer has written it.
+// bring_queries has written it.
 template <DecodeTensorsConfig C, typename T>
 __device__ bool is_finite_row(const uint8_t* q, int row) {
   constexpr int PANEL = 128, BYTES = C.head_dim * sizeof(T);
@@ -330,9 +363,10 @@ template <DecodeTensorsConfig C, typename T>
 __device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& shared, int number) {
   using Shape = ManyShape<C>;
   using Rows = ManyRows<T, C.head_dim, C.fp8, C.by_token>;
-  const TokenCopies copies(p);
   const bool shares_blocks = shared.shares_blocks(p), elected = threadIdx.x % 32 == 0;
   const int first = shares_blocks ? 0 : WGMMA_ROWS * number;
+  // While a warpgroup has the values of a block, it waits for its next one.
+  const bool looks_ahead = !shares_blocks || Shape::places >= 4;
   Ring<C.stages> ring;
   Ring<Shape::slots> slot;
   Ring<Shape::rooms> room;
@@ -360,7 +394,7 @@ __device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& 
       factor[h] = scale_of_row<C>(p, row_scale, of_all, mine);
     }
     const SeenByAll by_all(p, tile.row, tile.first_row() + first, WGMMA_ROWS);
-    const uint32_t never_plain = p.softcap > 0.0f || of_all.nan() != 0.0f;
+    const bool never_plain = p.softcap > 0.0f || of_all.nan() != 0.0f;
     const auto free_tokens = [&](int stage) {
       if (elected) ptx::mbarrier_arrive(&shared.empty[stage]);
     };
@@ -387,31 +421,31 @@ __device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& 
       skip_to(min(seen_blocks.first, end));
       upto = min(end, seen_blocks.first + seen_blocks.count);
     }
-    if (block < upto) {
+    while (block < upto) {  // once if it looks ahead
       typename Rows::Scores s;
       ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
       Rows::start(s, shared.k[ring.stage], queries);
+      ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);
+      uint32_t unusual = shared.nonfinite[slot.stage].any();
       Rows::template wait_scores<0>(s);
       int values = -1;  // of the block before: a slot, or the stage that they came in
       for (;;) {
         const int stage = ring.stage, start = block * TOKENS, place = C.fp8 ? slot.stage : stage;
-        const int missing = shared.missing[stage] & ((1 << copies.of_block) - 1);
-        ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);
         const NonfiniteTokens& nonfinite = shared.nonfinite[slot.stage];
-        const uint32_t any_nonfinite = nonfinite.any();
         __syncwarp();
         if constexpr (C.fp8 && !C.by_token) free_tokens(stage);
-        const bool plain = (any_nonfinite | missing | never_plain) == 0;
+        const bool plain = unusual == 0 && !never_plain;
         if (!plain) {
-          const auto is_nan = [&](int token) {
-            if (any_nonfinite && nonfinite.has(token)) return true;
-            return (missing >> (token >> copies.shift) & 1) || of_all.nan() != 0.0f;
-          };
+          const auto is_nan = [&](int token) { return (nonfinite.any() && nonfinite.has(token)) || of_all.nan() != 0.0f; };
           Rows::finish_scores(s, factor, shared.k_scale[C.by_token ? stage : 0], is_nan, seen + first, start, p.softcap, f);
         } else {
           if constexpr (C.by_token) Rows::scale_by_token(s, factor, shared.k_scale[stage], f);
           if (start < by_all.first || start + TOKENS - 1 > by_all.last) Rows::hide(s, seen + first, start, f);
         }
+        go_on();
+        if (shares_blocks && block < upto) go_on();
+        const bool more = looks_ahead && block < upto;
+        const bool is_checked = !more || ptx::mbarrier_is_complete(&shared.checked[slot.stage], slot.phase);
         const bool scaled = C.by_token || !plain;
         const float to_base_2[2] = {scaled ? 1.0f : factor[0], scaled ? 1.0f : factor[1]};
         float kept[2];
@@ -420,15 +454,15 @@ __device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& 
         __syncwarp();
         if constexpr (C.by_token) free_tokens(stage);
         if (values >= 0) free_values(values);
-        rows.take(s, kept);
+        if (!is_checked) ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
+        rows.take(s);
         values = place;
-        go_on();
-        if (shares_blocks && block < upto) go_on();
-        const bool more = block < upto;
-        if (more) ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);
         // Behind the last block anything is multiplied: nvcc makes products wait for each other if only some rounds
         // start them.
         Rows::start(s, more ? shared.k[ring.stage] : queries, queries);
+        if (!is_checked) ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);
+        if (more) unusual = shared.nonfinite[slot.stage].any();
+        rows.keep(kept);
         rows.multiply(C.fp8 ? shared.converted[place] : shared.v[place]);
         Rows::template wait_scores<1>(s);
         if (!C.fp8 && shares_blocks) {  // few blocks are in flight, and memory is what the call waits for

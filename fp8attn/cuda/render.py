@@ -278,10 +278,8 @@ def widths(configs: Sequence[Config]) -> list[int]:
             found |= {KEYS, c.head_dim + ONES}
         elif isinstance(c, HopperConfig):
             found |= {KEYS, *c.value_widths}
-        elif isinstance(c, DecodeConfig):
+        elif isinstance(c, DecodeConfig | DecodeTensorsConfig):
             found |= {*c.widths}
-        elif isinstance(c, DecodeTensorsConfig) and c.fp8:
-            found |= {*c.widths[:2]}
         elif isinstance(c, PrefillConfig):
             found |= {KEYS, c.value_part, c.value_part + ONES}
     return sorted(found)
@@ -294,7 +292,7 @@ def half_widths(configs: Sequence[Config]) -> list[int]:
         if isinstance(c, PrefillConfig):
             found |= {HALF_BLOCK, c.value_part}
         elif isinstance(c, DecodeTensorsConfig):
-            found |= {*c.widths[2 if c.fp8 else 0 :]}
+            found |= {*c.half_widths}
     return sorted(found)
 
 

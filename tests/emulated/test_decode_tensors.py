@@ -54,9 +54,16 @@ CASES = {
     "many rows, 128 channels, soft cap": (replace(FP8, lengths=(200, 90), softcap=3.0, queries=16, layout="both in a page", **WIDE), 2),
     "many rows, three row tiles": (replace(FP8, lengths=(300, 90), queries=50, scales=("tensor", "row"), **WIDE), 3),
     "many rows, six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
+    "many rows, more than 32 row tiles": (replace(FP8, lengths=(560,), queries=530, kv_heads=1, group=8, window=(20, 0)), 3),
     "many rows, groups of parts": (replace(FP8, lengths=(64 * 24, 100), queries=16, kv_heads=1, **WIDE), 7),
     "many rows, bf16, groups of parts": (replace(HALF, lengths=(64 * 24,), queries=9, kv_heads=1), 10),
     "many rows, some queries": (replace(FP8, ragged=True, lengths=(400, 140, 20), queries=16), 2),
+    "many rows, e4m3, 256 channels": (replace(FP8, lengths=(200, 90), queries=20, **WIDEST), 3),
+    "many rows, bf16, 256 channels": (replace(HALF, lengths=(200, 90), queries=20, **WIDEST), 3),
+    "many rows, by token, 256 channels": (replace(BY_TOKEN, lengths=(200, 90), queries=20, **WIDEST), 3),
+    "two warpgroups of rows, e4m3, 256 channels": (replace(FP8, lengths=(300,), queries=70, **WIDEST), 1),
+    "two warpgroups of rows, bf16, 256 channels": (replace(HALF, lengths=(300,), queries=70, **WIDEST), 1),
+    "two warpgroups of rows, by token, 256 channels": (replace(BY_TOKEN, lengths=(300,), queries=70, **WIDEST), 1),
     "many parts": (replace(HALF, lengths=(64 * 30, 5), queries=1), 40),
     "equal lengths": (replace(FP8, lengths=(300, 300)), 10),
     "many short": (replace(FP8, lengths=(3,) * 40, group=1), 2),
@@ -237,7 +244,7 @@ PACKED_MUTANTS = {
     "queries of the first row": ("tile/paged_schedule.h", "query = row.begin + number;", "query = number;"),
     "rows with too many": ("tile/paged_schedule.h", "exists = exists && given <= p.q_length;", "exists = exists;"),
     "tokens that aren't there": ("tile/paged_schedule.h", "count = min(given, end),", "count = given,"),
-    "the row's own numbers": ("tile/paged_schedule.h", "its_row.begin = of_found(of_lane.begin)", "its_row.begin = of_lane.begin"),
+    "the row's own numbers": ("tile/paged_schedule.h", "row.begin = theirs(begin)", "row.begin = begin"),
     "queries of no row": ("tile/paged_parts.h", "query < p.tokens; query", "query < 0; query"),
     "queries of a row with too many": ("tile/paged_parts.h", "batch, dim, number < row.count);", "batch, dim, false);"),
     "queries that are no tokens": ("tile/paged_parts.h", "number < given; ++number", "number < row.count; ++number"),
@@ -319,18 +326,26 @@ MANY_MUTANTS = {
     "values written where others are read": ("many_tensors.h", "ptx::mbarrier_wait(&shared.taken[slot.stage], slot.phase ^ 1);", ""),
     "values that others still convert": (
         "many_tensors.h",
-        "ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);\n        const NonfiniteTokens",
-        "const NonfiniteTokens",
+        "if (!is_checked) ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);",
+        "",
     ),
+    "a tile's first values that others still convert": (
+        "many_tensors.h",
+        "ptx::mbarrier_wait(&shared.checked[slot.stage], slot.phase);\n      uint32_t unusual",
+        "uint32_t unusual",
+    ),
+    "keys that may come later": ("many_tensors.h", "if (!is_checked) ptx::mbarrier_wait(&shared.full[ring.stage], ring.phase);", ""),
+    "a look ahead without room": ("many_tensors.h", "!shares_blocks || Shape::places >= 4;", "true;"),
+    "tokens of the block before that are not finite": ("many_tensors.h", "if (more) unusual = ", "if (false) unusual = "),
     "a stage released before values are converted": ("many_tensors.h", "users + (C.fp8 ? DECODER_WARPS : 0)", "users"),
     "tokens that are not finite": ("many_tensors.h", ".warps[thread / 32] = any;", ".warps[thread / 32] = false;"),
     "of tokens 8 rows on": ("tile/checked_tokens.h", "(thread & 8 ? second : first)", "first"),
     "tokens that nobody sees": ("many_tensors.h", "Tokens::template convert<false>(v,", "Tokens::template convert<true>(v,"),
     "tokens in half precision that nobody sees": ("many_tensors.h", "Tokens::remove(v, thread);", ";"),
     "keys in half precision that are not finite": (
-        "many_tensors.h",
-        "Tokens::template start_products<true>(sums, shared.k[ring.stage], shared.zeros);",
-        ";",
+        "tile/checked_tokens.h",
+        "for (const uint8_t* of : {k, v}) {",
+        "for (const uint8_t* of : {v}) {",
     ),
     "rows of masked blocks": ("many_tensors.h", "if (start < by_all.first || start + TOKENS - 1 > by_all.last) Rows", "if (false) Rows"),
     "a row's last token": ("tile/many_rows.h", "token < begin || token > last", "token < begin || token >= last"),
@@ -340,7 +355,12 @@ MANY_MUTANTS = {
         "last_seen(p, start + query_of(p, first_row), row.end)",
         "last_seen(p, start + row.count - 1, row.end)",
     ),
-    "pages that aren't there": ("many_tensors.h", "return (missing >> (token >> copies.shift) & 1) || of_all", "return of_all"),
+    "pages that aren't there": ("many_tensors.h", "bool found = shared.missing[ring.stage] >> (token >> copies.shift) & 1;", "bool found = false;"),
+    "the row tile before": ("tile/paged_schedule.h", "row_tile = start + found,", "row_tile = start + max(found - 1, 0),"),
+    "row tiles beyond 32": ("tile/paged_schedule.h", "row_tile = start + found,", "row_tile = found,"),
+    "a row's largest magnitude of a lane": ("many_tensors.h", "of_two = __vmaxu2(of_two, __shfl_xor_sync(~0u, of_two, distance));", ";"),
+    "signs among magnitudes": ("many_tensors.h", "return word & 0x7FFF7FFF;", "return word;"),
+    "queries of the first row of a step": ("many_tensors.h", "if (find(first + i * STEP, from)) channels", "if (find(first, from)) channels"),
     "pages of another block": ("tensors_blocks.h", "exist >> mine & (", "exist & ("),
     "a sink of every lane of a row": ("tile/many_rows.h", "if (counts) l[h] += UNIT;", "l[h] += UNIT;"),
     "a sink of both warpgroups": ("many_tensors.h", "shares_blocks && number > 0 ? -INFINITE : sink_of", "sink_of"),
@@ -425,6 +445,8 @@ MANY_CASES = {
     "bf16": (replace(HALF, lengths=(420, 70), queries=16, kv_heads=1, **WIDE), 1),
     "six row tiles": (replace(FP8, lengths=(200, 90), queries=110, kv_heads=1), 4),
     "groups of parts": (replace(FP8, lengths=(64 * 20,), queries=9, kv_heads=1), 10),
+    "35 row tiles": (replace(FP8, lengths=(560,), queries=555, kv_heads=1, group=8, window=(20, 0)), 24),
+    "256 channels": (replace(FP8, lengths=(200, 90), queries=20, kv_heads=1, **WIDEST), 1),
     "two tiles of rows": (replace(FP8, lengths=(250, 190), queries=70, kv_heads=1, group=2, **WIDE), 1),
 }
 """What mutants of many rows are shown, with the number of SMs."""
@@ -444,11 +466,14 @@ def many_calls_are_right(libraries: dict[decode_tensors.DecodeTensorsConfig, bui
             call.cache.k[int(call.batch.page_table[2, 50 // 16]), 50 % 16, 0, 7] = -torch.inf  # a score of -inf, or NaN
         call.batch.page_table[3, 1] = -1
         assert_close(attend(library, call, replace(H100, sm_count=2)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), case.dtype)
-    library = libraries[config_of(MANY_CASES["bf16"][0])]
-    call = replace(MANY_CASES["bf16"][0], lengths=(90,)).call(torch.device("cpu"))
-    call.cache.k.abs_()
-    call.q[0, 0, 3, 5] = -torch.inf
-    assert_close(attend(library, call, replace(H100, sm_count=1)), paged_tensors.attend(call.q, call.cache, call.batch, call.how), call.cache.k.dtype)
+    for name in ("e4m3", "bf16"):
+        case = replace(MANY_CASES[name][0], lengths=(90,))
+        call = case.call(torch.device("cpu"))
+        if name == "bf16":  # scores of -inf
+            call.cache.k.abs_()
+        call.q[0, 0, 3, 5] = -torch.inf
+        expected = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
+        assert_close(attend(libraries[config_of(case)], call, replace(H100, sm_count=1)), expected, case.dtype)
 
 
 def test_the_cases_of_many_rows_are_right() -> None:

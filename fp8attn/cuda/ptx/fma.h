@@ -1,7 +1,11 @@
 // PTX ISA, "Floating Point Instructions: fma", "Half Precision Floating Point Instructions: fma".
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace fp8attn::ptx {
 
@@ -23,6 +27,15 @@ __device__ inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) {
 __device__ inline uint32_t fma_half2_relu(uint32_t a, uint32_t b, uint32_t c) {
   uint32_t d;
   asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// 0 * x + sum, of two T each, bfloat16 or half: NaN where x is not finite, or the sum is NaN.
+template <typename T>
+__device__ uint32_t add_nothing(uint32_t x, uint32_t sum) {
+  if constexpr (std::is_same_v<T, __half>) return fma_half2(x, 0, sum);
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(x), "r"(0), "r"(sum));
   return d;
 }
 

@@ -47,4 +47,19 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// Whether the phase of this parity is complete.
+__device__ inline uint32_t mbarrier_is_complete(uint64_t* barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done;
+}
+
 }  // namespace fp8attn::ptx

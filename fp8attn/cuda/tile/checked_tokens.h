@@ -5,11 +5,12 @@
 // order. A warp has 16 tokens, and lanes l and l + 16 have every second chunk of 16 bytes of token l.
 #pragma once
 
+#include "../ptx/fma.h"
 #include "token_rows.h"
 
 namespace fp8attn {
 
-// Which tokens are not finite.
+// Which tokens are not finite, or aren't there.
 struct NonfiniteTokens {
   uint8_t warps[DECODER_WARPS];  // whether a warp has found some
   uint8_t tokens[TOKENS];        // which ones, if the warp has found some
@@ -29,10 +30,9 @@ struct CheckedTokens {
 
   __device__ static int token(int thread) { return thread / 32 * 16 + thread % 16; }
 
-  // Starts to multiply tokens and zeros, which gives NaN for those that are not finite, or adds to these products.
-  template <bool ADD>
+  // Starts to multiply values in e4m3 and zeros, which gives NaN for tokens that are not finite.
   __device__ static void start_products(Sums& sums, const uint8_t* tokens, const uint8_t* zeros) {
-    using Product = std::conditional_t<FP8, ptx::Wgmma<QUERY_GROUP>, ptx::WgmmaHalf<T, QUERY_GROUP>>;
+    using Product = std::conditional_t<FP8, ptx::Wgmma<QUERY_GROUP>, void>;
     constexpr int STEPS = TokenPanels<ROW_BYTES>::STEPS;
     const uint64_t b = ptx::uniform(ptx::wgmma_descriptor_of_one(ptx::shared_address(zeros)));
     const uint64_t a = ptx::uniform(ptx::wgmma_descriptor<PANEL>(ptx::shared_address(tokens)));
@@ -41,7 +41,7 @@ struct CheckedTokens {
     for (int step = 0; step < ROW_BYTES / 32; ++step) {
       const uint64_t of_step = ptx::operand_of(ptx::operand_of(a, step / STEPS, TOKENS * PANEL), step % STEPS, 32);
       if (step == 0)
-        Product::template run<ADD>(sums, of_step, b);
+        Product::template run<false>(sums, of_step, b);
       else
         Product::template run<true>(sums, of_step, b);
     }
@@ -55,6 +55,24 @@ struct CheckedTokens {
     // lane 4g has the products of tokens g and g + 8
     const uint32_t first = __ballot_sync(~0u, sums[0] != 0.0f), second = __ballot_sync(~0u, sums[2] != 0.0f);
     return ((thread & 8 ? second : first) >> 4 * (thread % 8)) & 1;
+  }
+
+  // The same of a token in half precision, by multiplying it and zeros: tensor cores are what attention waits for.
+  __device__ static bool is_nonfinite(const uint8_t* k, const uint8_t* v, int thread) {
+    uint32_t sums[4] = {};  // zeros, or NaN
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 2; ++i) {
+      const int at = offset(i, thread);
+#pragma unroll
+      for (const uint8_t* of : {k, v}) {
+        const uint4 x = *reinterpret_cast<const uint4*>(of + at);
+        const uint32_t words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) sums[j] = ptx::add_nothing<T>(words[j], sums[j]);
+      }
+    }
+    const bool found = ((sums[0] | sums[1] | sums[2] | sums[3]) & 0x7FFF7FFF) != 0;
+    return __shfl_xor_sync(~0u, found, 16) || found;
   }
 
   // Converts e4m3 values.

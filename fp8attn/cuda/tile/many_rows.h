@@ -115,16 +115,23 @@ struct ManyRows {
   // of the block before may still be multiplied. `v_scale`: of tokens, if each has its own. `kept`: what sums are
   // multiplied by.
   __device__ void weigh(Scores& s, const float (&factor)[2], const float* v_scale, Fragment f, float (&kept)[2]) {
+    float largest[2], base[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float of_parity[2] = {-INFINITE, -INFINITE};  // two chains are shorter than one
       for_row(s, h, [&](float& x, int token) { of_parity[token % 2] = fmaxf(of_parity[token % 2], x); });
-      const float largest = of_quad(fmaxf(of_parity[0], of_parity[1]), [](float a, float b) { return fmaxf(a, b); }) * factor[h];
-      const float next = fmaxf(largest, top[h] - MOST), base = finite_or_zero(next);
-      kept[h] = ptx::exp2_approx(m[h] - base);
+      largest[h] = fmaxf(of_parity[0], of_parity[1]);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float next = fmaxf(of_quad(largest[h], [](float a, float b) { return fmaxf(a, b); }) * factor[h], top[h] - MOST);
+      base[h] = finite_or_zero(next), kept[h] = ptx::exp2_approx(m[h] - base[h]);
       m[h] = next, top[h] = fmaxf(top[h], next);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
       float sum = 0.0f;
-      for_row(s, h, [&](float& x, int) { x = ptx::exp2_approx(fmaf(x, factor[h], OFFSET - base)), sum += x; });
+      for_row(s, h, [&](float& x, int) { x = ptx::exp2_approx(fmaf(x, factor[h], OFFSET - base[h])), sum += x; });
       l[h] = fmaf(l[h], kept[h], sum);
     }
     if constexpr (BY_TOKEN) {
@@ -144,10 +151,14 @@ struct ManyRows {
     }
   }
 
-  // Rounds P, and multiplies the output by `kept`, when no products are under way. Scores are free then.
-  __device__ void take(const Scores& s, const float (&kept)[2]) {
+  // Rounds P, when no products are under way. Scores are free then.
+  __device__ void take(const Scores& s) {
 #pragma unroll
     for (int i = 0; i < OF_TOKENS; ++i) TokenRows<T, DIM, FP8, 1>::pack(s[i], p[i / 2] + i % 2 * 2);
+  }
+
+  // Multiplies the output, when no products with values are under way.
+  __device__ void keep(const float (&kept)[2]) {
 #pragma unroll
     for (auto& of : o)
 #pragma unroll

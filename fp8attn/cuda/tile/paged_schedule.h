@@ -43,6 +43,14 @@ struct BatchRow {
     count = max(min(min(p.counts == nullptr ? q_length : __ldcg(p.counts + batch), q_length), end), 0);
     begin = 0;
   }
+
+  // That of another lane. Called by a whole warp.
+  __device__ BatchRow of_lane(int lane) const {
+    const auto theirs = [&](int x) { return __shfl_sync(~0u, x, lane); };
+    BatchRow row;
+    row.sequence = theirs(sequence), row.end = theirs(end), row.count = theirs(count), row.begin = theirs(begin), row.exists = theirs(exists);
+    return row;
+  }
 };
 
 // Tiles of HEIGHT rows of a key/value head.
@@ -123,13 +131,28 @@ __device__ inline int inclusive_sum(int x) {
   return x;
 }
 
-// Units of one key/value head of a row of the batch. Blocks: TileBlocks, or what is like it.
+// Units of a row tile of a row of the batch. Blocks: TileBlocks, or what is like it.
+template <int HEIGHT, typename Blocks>
+__device__ int units_of_tile(const DecodeParams& p, const BatchRow& row, int row_tile) {
+  return units_of<HEIGHT>(p, Blocks(p, row, row_tile * HEIGHT, HEIGHT).size());
+}
+
+// Units of one key/value head of the lane's row of the batch.
 template <int HEIGHT, typename Blocks>
 __device__ int units_of_head(const DecodeParams& p, const BatchRow& row) {
   int sum = 0;
 #pragma unroll 1
-  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += units_of<HEIGHT>(p, Blocks(p, row, i * HEIGHT, HEIGHT).size());
+  for (int i = 0; i < row_tiles<HEIGHT>(p); ++i) sum += units_of_tile<HEIGHT, Blocks>(p, row, i);
   return sum;
+}
+
+// The same of a row that all lanes have. Called by a whole warp.
+template <int HEIGHT, typename Blocks>
+__device__ int units_of_head_by_warp(const DecodeParams& p, const BatchRow& row) {
+  int sum = 0;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < row_tiles<HEIGHT>(p); i += 32) sum += units_of_tile<HEIGHT, Blocks>(p, row, i);
+  return __reduce_add_sync(~0u, sum);
 }
 
 // How CTAs share units. Units form groups of equal size, one after another. A group has as many CTAs as any other. Each
@@ -175,19 +198,19 @@ struct DecodeSchedule {
   int first;
   UnitShares shares;
 
-  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(units_of(row, threadIdx.x % 32)) {
+  __device__ explicit DecodeSchedule(const DecodeParams& params) : p(params), row(row_of(threadIdx.x % 32)), first(units_of(row, 0)) {
     const int of_batch = __shfl_sync(~0u, first, 0);
     int total = first;
     bool differs = row_tiles<HEIGHT>(p) > 1 || (threadIdx.x % 32 < p.batches && first != of_batch);
 #pragma unroll 1
-    for (int batch = threadIdx.x % 32 + 32; batch < p.batches; batch += 32) {
-      const int units = units_of(row_of(batch), batch);
-      total += units, differs |= units != of_batch;
+    for (int start = 32; start < p.batches; start += 32) {
+      const int batch = start + threadIdx.x % 32, units = units_of(row_of(batch), start);
+      total += units, differs |= batch < p.batches && units != of_batch;
     }
     total = __shfl_sync(~0u, inclusive_sum(total), 31);
     shares = UnitShares::equal(p, total);
     if (__any_sync(~0u, differs)) return;
-    const UnitShares of_tiles = UnitShares::of_tiles(p, total, __shfl_sync(~0u, units_of_head<HEIGHT, Blocks>(p, row), 0));
+    const UnitShares of_tiles = UnitShares::of_tiles(p, total, of_batch / p.kv_heads);
     // the longest shares decide when the call ends
     if (8 * of_tiles.longest() <= 9 * shares.longest()) shares = of_tiles;
   }
@@ -196,18 +219,16 @@ struct DecodeSchedule {
   // the batch's row. p.batches if there is none.
   __device__ int find_batch(int& unit, BatchRow& its_row) const {
     const int lane = threadIdx.x % 32;
-    BatchRow of_lane = row;
+    BatchRow of_lanes = row;
 #pragma unroll 1
     for (int start = 0; start < p.batches; start += 32) {
-      if (start > 0) of_lane = row_of(start + lane);
-      const int mine = start > 0 ? units_of(of_lane, start + lane) : first, upto = inclusive_sum(mine);
+      if (start > 0) of_lanes = row_of(start + lane);
+      const int mine = start > 0 ? units_of(of_lanes, start) : first, upto = inclusive_sum(mine);
       const uint32_t beyond = __ballot_sync(~0u, upto > unit);
       if (beyond != 0) {
         const int found = __ffs(beyond) - 1;
         unit -= __shfl_sync(~0u, upto - mine, found);
-        const auto of_found = [&](int x) { return __shfl_sync(~0u, x, found); };
-        its_row.sequence = of_found(of_lane.sequence), its_row.end = of_found(of_lane.end), its_row.count = of_found(of_lane.count);
-        its_row.begin = of_found(of_lane.begin), its_row.exists = of_found(of_lane.exists);
+        its_row = of_lanes.of_lane(found);
         return start + found;
       }
       unit -= __shfl_sync(~0u, upto, 31);
@@ -218,8 +239,19 @@ struct DecodeSchedule {
  private:
   __device__ BatchRow row_of(int batch) const { return BatchRow(p, min(batch, p.batches - 1)); }
 
-  // 0 behind the last one.
-  __device__ int units_of(const BatchRow& its_row, int batch) const { return batch < p.batches ? p.kv_heads * units_of_head<HEIGHT, Blocks>(p, its_row) : 0; }
+  // Of each lane's row of the batch, the first of which is row `start`; 0 behind the last one. Lanes share the tiles of
+  // a row where that takes less time.
+  __device__ int units_of(const BatchRow& of_lanes, int start) const {
+    const int rows = min(p.batches - start, 32), lane = threadIdx.x % 32;
+    if (row_tiles<HEIGHT>(p) <= rows) return lane < rows ? p.kv_heads * units_of_head<HEIGHT, Blocks>(p, of_lanes) : 0;
+    int mine = 0;
+#pragma unroll 1
+    for (int i = 0; i < rows; ++i) {
+      const int units = units_of_head_by_warp<HEIGHT, Blocks>(p, of_lanes.of_lane(i));
+      if (lane == i) mine = p.kv_heads * units;
+    }
+    return mine;
+  }
 };
 
 // The tiles of a CTA, one after another, and which of their blocks it has: begin ... end - 1. If parts are fixed, a
@@ -244,10 +276,11 @@ struct DecodeTiles {
       left_ = 0;
       return;
     }
-    const int of_head = units_of_head<HEIGHT, Blocks>(schedule.p, row);
+    const int of_head = units_of_head_by_warp<HEIGHT, Blocks>(schedule.p, row);
     kv_head = unit / of_head;
     unit %= of_head;
     before -= unit;
+    if (row_tiles<HEIGHT>(schedule.p) > 1) find_row_tile(schedule.p);
   }
 
   // Goes to the next tile, or its next part. Without one, begin is end.
@@ -285,6 +318,20 @@ struct DecodeTiles {
 
  private:
   int left_ = 0;  // units that the next tiles have
+
+  // Moves `unit` from the first one of a head to the row tile that has it. Called by whole warps.
+  __device__ void find_row_tile(const DecodeParams& p) {
+#pragma unroll 1
+    for (int start = 0; start < row_tiles<HEIGHT>(p); start += 32) {
+      const int mine_tile = start + threadIdx.x % 32;
+      const int mine = mine_tile < row_tiles<HEIGHT>(p) ? units_of_tile<HEIGHT, Blocks>(p, row, mine_tile) : 0, upto = inclusive_sum(mine);
+      const uint32_t beyond = __ballot_sync(~0u, upto > unit);
+      const int found = beyond != 0 ? __ffs(beyond) - 1 : 31, passed = __shfl_sync(~0u, beyond != 0 ? upto - mine : upto, found);
+      row_tile = start + found, unit -= passed, before += passed;
+      if (beyond != 0) break;
+    }
+    blocks = Blocks(p, row, first_row(), HEIGHT);
+  }
 };
 
 // A thread's row of a tile, as a query of a head.

@@ -149,6 +149,17 @@ inline unsigned __reduce_max_sync(unsigned, unsigned x) {
   return x;
 }
 
+inline unsigned __vmaxu2(unsigned a, unsigned b) { return max(a & 0xFFFF, b & 0xFFFF) | max(a >> 16, b >> 16) << 16; }
+
+inline int __reduce_add_sync(unsigned, int x) {
+  cta::together(&x, [](void** all) {
+    int sum = 0;
+    for (int i = 0; i < 32; ++i) sum += *static_cast<int*>(all[i]);
+    for (int i = 0; i < 32; ++i) *static_cast<int*>(all[i]) = sum;
+  });
+  return x;
+}
+
 inline unsigned __ballot_sync(unsigned, int x) {
   unsigned votes = x;
   cta::together(&votes, [](void** all) {

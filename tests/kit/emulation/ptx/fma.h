@@ -33,6 +33,23 @@ inline uint32_t fma_half2(uint32_t a, uint32_t b, uint32_t c) { return fma_half2
 
 inline uint32_t fma_half2_relu(uint32_t a, uint32_t b, uint32_t c) { return fma_half2_of(a, b, c, true); }
 
+template <typename T>
+uint32_t add_nothing(uint32_t x, uint32_t sum) {
+  if constexpr (std::is_same_v<T, __half>) return fma_half2(x, 0, sum);
+  uint32_t both = 0;
+  for (int i = 0; i < 2; ++i) {
+    const auto of = [&](uint32_t two) {
+      const uint32_t bits = (two >> 16 * i & 0xFFFF) << 16;
+      float one;
+      memcpy(&one, &bits, 4);
+      return one;
+    };
+    const float d = of(x) * 0.0f + of(sum);
+    both |= uint32_t(d != d ? 0x7FFF : 0) << 16 * i;
+  }
+  return both;
+}
+
 inline uint32_t half_twice(float x) {
   const __half half = __float2half_rn(x);
   uint16_t bits;
