@@ -147,14 +147,17 @@ __device__ void store_rows(const DecodeParams& p, DecodeStorage<C>& shared, cons
   compute_late(f.row), compute_late(f.column);
   const int place = tile.place(p), odd = f.row % 2;
   const bool complete = tile.complete();
+  const PagedScores<C.any_scores> mod = {p};
   shared.exchange.sum(rows.l, f);
 #pragma unroll
   for (int group = 0; group < GROUPS; ++group) {
     // a lane and the one of the next channel exchange what they have of one of their queries
     const int mine = QUERY_GROUP * group + f.column + odd;
     const QueryRow query(p, tile.row, tile.kv_head, tile.first_row() + mine);
-    const bool nonfinite = shared.position[mine] >= 0 && shared.row_scale[mine] != shared.row_scale[mine];
-    const float l = nonfinite ? NAN : odd ? rows.l[group][1] : rows.l[group][0], m = odd ? rows.m[group][1] : rows.m[group][0];
+    const int position = shared.position[mine];
+    const bool nonfinite = shared.row_scale[mine] != shared.row_scale[mine];
+    const bool is_nan = position >= 0 && (nonfinite || sees_lost_tokens(position, mod.first_key(position), tile.row.end));
+    const float l = is_nan ? NAN : odd ? rows.l[group][1] : rows.l[group][0], m = odd ? rows.m[group][1] : rows.m[group][0];
     const float weight = !complete ? 1.0f : l == 0.0f ? 0.0f : 1.0f / l;
     const int64_t row = query.out_row(p, tile.batch), part = int64_t(place) * p.part_height + mine;
     if (f.row < 2 && query.real) store_sums(p, query, tile.batch, complete, part, m, l);

@@ -242,9 +242,10 @@ __device__ void attend_to_tiles(const PrefillParams& params, PrefillStorage<C>& 
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float& l = rows.softmax.l[r];
+      const int position = range.position(f.row + 8 * r);
       if (!range.is_token(f.row + 8 * r))
         l = 0.0f;
-      else if (nonfinite[r] || !tile.has_sequence)
+      else if (nonfinite[r] || !tile.has_sequence || (params.new_k == nullptr && sees_lost_tokens(position, first_key_of(params, position), tile.start + tile.count)))
         l = NAN;
     }
     const PageTile& next_tile = shared.tiles[(round + 1) % shared.TILES];

@@ -91,6 +91,8 @@ CASES = {
     "drafts of several sizes": (Case((130, 258, 70, 384), queries=5, group=3, counts=(1, 5, 0, 2)), 1),
     "four groups of rows": (Case((300, 257), queries=7, group=4), 2),
     "three row tiles": (Case((300, 257), queries=17, group=4), 2),
+    "more rows than the cache keeps tokens for": (Case((340, 320, 319, 321), queries=90, group=1), 3),
+    "more rows than the cache keeps tokens for, window": (Case((340,), queries=90, group=1, left=20), 2),
     "two row tiles, 256 channels": (Case((300,), queries=15, group=4, dim=256), 2),
     "two groups of rows": (Case((300, 20), queries=3, group=4, dim=128), 2),
     "more than 32 parts": (Case((128 * 40, 5)), 20),
@@ -313,6 +315,9 @@ INT8_MUTANTS = {
 
 
 SCORE_MUTANTS = {
+    "tokens that the cache has no more": ("decode.cuh", " || sees_lost_tokens(position, mod.first_key(position), tile.row.end)", ""),
+    "lost tokens before the window": ("decode.cuh", "sees_lost_tokens(position, mod.first_key(position),", "sees_lost_tokens(position, 0,"),
+    "a lost token too many": ("tile/paged_schedule.h", "first_key) < end - RECENT", "first_key) <= end - RECENT"),
     "a key more in a window": ("tile/paged_rows.h", "0 : max(position - p.left, 0);", "0 : max(position - p.left - 1, 0);"),
     "a window's keys in pages": ("tile/paged_rows.h", "+ 8 * h < first_keys[group][r])", "+ 8 * h < 0)"),
     "a window's keys in half precision": ("tile/paged_rows.h", "sees_key && key >= mod.first_key(position);", "sees_key;"),
@@ -360,6 +365,7 @@ MUTANT_CASE = Case((897, 141), queries=3, kv_heads=2, group=5, dim=128, seed=2)
 LARGE_SCORES = Case((500,), queries=3, group=3, dim=128, scale=1e8)
 
 SCORES_CASES = (
+    (Case((340, 320, 319, 321), queries=90, group=1, left=120), 3),
     (Case((897, 141), queries=3, kv_heads=2, group=5, left=256, softcap=3.0, sinks=True), 3),
     (Case((420, 200, 130), queries=4, left=40), 2),
     (Case((300,), kv_heads=2, sinks=True), 7),

@@ -130,6 +130,10 @@ CASES = {
     "all edges": (Case((0, 1, 64, 127, 128, 129, 192, 256, 257), (0, 1, 64, 127, 1, 2, 65, 128, 3)), 2),
     "half": (Case((300, 200), (200, 150), dtype=torch.float16, kv_heads=2), 2),
     "tokens of the cache": (Case((300, 130, 257), (65, 30, 2), new=False), 2),
+    "more tokens than the cache keeps": (Case((340, 300, 70), (250, 100, 70), new=False), 2),
+    "more tokens than the cache keeps, window, 256 channels": (Case((340,), (250,), new=False, left=20, dim=256, group=1), 1),
+    "packed, more tokens than the cache keeps": (Case((340, 0, 300), (250, 0, 66), new=False, packed=True, behind=3), 2),
+    "keys of two CTAs, more tokens than the cache keeps": (Case((500,), (250,), new=False, splits=2, group=1), 2),
     "three query heads": (Case((300,), (200,), group=3, kv_heads=2), 5),
     "128 channels": (Case((450, 140), (200, 140), dim=128), 1),
     "256 channels": (Case((300, 140), (200, 140), dim=256), 1),
@@ -609,8 +613,27 @@ PAGES_FIRST_CASES = (
 
 INT8_CASE = dataclasses.replace(MUTANT_CASES[0][0], recipe=PRECISE), 2
 
+LOST_MUTANTS = {
+    "tokens that the cache has no more": ("prefill.cuh", " || (params.new_k == nullptr && sees_lost_tokens(", " || (false && sees_lost_tokens("),
+    "lost tokens in place of new ones": ("prefill.cuh", " || (params.new_k == nullptr && sees_lost_tokens(", " || (sees_lost_tokens("),
+    "lost tokens before the window": (
+        "tile/paged_schedule.h",
+        "max(position / KEYS * KEYS, first_key) < end - RECENT",
+        "position / KEYS * KEYS < end - RECENT",
+    ),
+    "a lost token too many": ("tile/paged_schedule.h", "first_key) < end - RECENT", "first_key) <= end - RECENT"),
+    "a lost token too few": ("tile/paged_schedule.h", "first_key) < end - RECENT", "first_key) < end - RECENT - 1"),
+}
+
+LOST_CASES = (
+    (Case((340,), (250,), new=False, left=20), 2),
+    (Case((320, 319, 321), (90, 90, 90), new=False, group=1), 2),
+    (Case((400,), (300,), group=1), 1),
+)
+
 ALL_MUTANTS = (
     (MUTANTS, MUTANT_CASES),
+    (LOST_MUTANTS, LOST_CASES),
     (PAGES_FIRST_MUTANTS, PAGES_FIRST_CASES),
     (INT8_MUTANTS, (INT8_CASE,)),
     (PACKED_MUTANTS, (PACKED_CASE,)),

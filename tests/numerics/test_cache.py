@@ -15,6 +15,7 @@ from fp8attn import KVCache, PagedBatch, PageTable, pages
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT, RECENT_QUERIES
 from fp8attn.triton import paged_attention
+from fp8attn.validate import Backend
 from paging import Problem, Sequences, assert_attends, batched, bits, modelled, problems
 
 SIZES = st.lists(st.one_of(st.integers(0, 5), st.integers(6, 70), st.integers(71, 400)), min_size=1, max_size=5)
@@ -257,6 +258,25 @@ def test_last_tokens_that_a_cache_keeps(device: torch.device) -> None:
     fp8attn.paged_sdpa(x[:, :, 1:], cache, table.batch(), backend="modelled")
     with pytest.raises(ValueError, match=r"query has 66 tokens and new is None; it must have at most 65"):
         fp8attn.paged_sdpa(x, cache, table.batch(), backend="modelled")
+
+
+@pytest.mark.parametrize("backend", ("modelled", "triton", pytest.param("cuda", marks=pytest.mark.gpu)))
+@pytest.mark.parametrize("most", (None, 90))
+def test_packed_rows_whose_tokens_a_cache_keeps_no_more_are_nan(backend: Backend, most: int | None, device: torch.device) -> None:
+    """Queries of an earlier page than those that the cache has in half precision, with and without a bound of few queries."""
+    length, count = 340, most or 250
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, n, length, 64, generator=g).to(device, torch.bfloat16) for n in (1, 1, 1))
+    cache, table = KVCache(1, 4, 1, 64, device=device), PageTable(1, 4, device=device)
+    table.reserve(0, length)
+    before = table.batch()
+    table.lengths += length
+    cache.append(k, v, before, backend="modelled")
+    starts = torch.tensor([0, count], dtype=torch.int32, device=device)
+    batch = PagedBatch(table.table, table.lengths, cu_seqlens=starts, max_count=most)
+    out = fp8attn.paged_sdpa(q[0, :, length - count :].transpose(0, 1), cache, batch, backend=backend)
+    positions = torch.arange(length - count, length)
+    assert torch.equal(out.isnan().all(-1)[:, 0].cpu(), positions // PAGE * PAGE < length - RECENT)
 
 
 @pytest.mark.gpu

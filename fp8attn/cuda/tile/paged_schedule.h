@@ -53,6 +53,10 @@ struct BatchRow {
   }
 };
 
+// Whether a query sees tokens in half precision that its cache has no more: those of its own page from `first_key` on.
+// `end`: behind the last token of its sequence.
+__device__ inline bool sees_lost_tokens(int position, int first_key, int end) { return max(position / KEYS * KEYS, first_key) < end - RECENT; }
+
 // Tiles of HEIGHT rows of a key/value head.
 template <int HEIGHT>
 __device__ int row_tiles(const DecodeParams& p) {
