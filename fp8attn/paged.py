@@ -199,6 +199,8 @@ def _attend(query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: New, op
     call = attention_call(checked)
     if new is not None:
         cache.append_stage(*new, batch, append, Stage(tokens=call.new is None))
+    if call.new is not None and batch.cu_seqlens is not None:  # the kernel for few queries reads their tokens from the cache
+        cache.append_stage(*call.new, batch, append, Stage(pages=False, most=RECENT_QUERIES))
     given = (None, None) if call.new is None else call.new
     dtype = query.dtype if options.out_dtype is None else options.out_dtype
     operator = operator_of("attention", options.backend, batch)

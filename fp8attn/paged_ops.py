@@ -17,7 +17,7 @@ from .cuda import run as cuda_run
 from .cuda.build import BuildError
 from .device import Device, device_of
 from .ops import current, has_kernels, library_ops, register
-from .pages import PagedBatch, PagedCall, Stage, Storage, empty_answer
+from .pages import EVERY_ROW, PagedBatch, PagedCall, Stage, Storage, empty_answer
 from .pages import append as append_to
 from .recipe import Recipe, Rotation
 from .reference import CAUSAL_WINDOW
@@ -237,10 +237,10 @@ def _append_by(backend: str):
     def append(
         key: torch.Tensor, value: torch.Tensor, storage: Tensors, page_table: torch.Tensor, lengths: torch.Tensor, counts: MaybeTensor,
         sequences: MaybeTensor, cu_seqlens: MaybeTensor, rotate: Rotation, smooth_k: bool, smooth_v: bool, pages: bool = True,
-        tokens: bool = True,
+        tokens: bool = True, most: int = EVERY_ROW,
     ) -> None:  # fmt: skip
         cache, batch = Storage.of(storage), PagedBatch(page_table, lengths, counts, sequences, None, cu_seqlens)
-        stage = Stage(pages, tokens)
+        stage = Stage(pages, tokens, most)
         validate.check_storage(cache)
         validate.check_batch(batch, cache.k.device)
         validate.check_new_tokens(key, value, batch, None, cache)
@@ -293,7 +293,9 @@ def _attend_by(backend: str):
     return attend
 
 
-def _fake_append(key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, rotate, smooth_k, smooth_v, pages=True, tokens=True):
+def _fake_append(
+    key, value, storage, page_table, lengths, counts, sequences, cu_seqlens, rotate, smooth_k, smooth_v, pages=True, tokens=True, most=EVERY_ROW
+):
     return None
 
 
@@ -310,7 +312,7 @@ _BATCH = "Tensor page_table, Tensor lengths, Tensor? counts, Tensor? sequences, 
 for _name in BACKENDS["append"]:
     register(
         f"{_name}_paged_append(Tensor key, Tensor value, Tensor(a!)[] storage, {_BATCH}, int rotate, bool smooth_k, bool smooth_v,"
-        " bool pages=True, bool tokens=True) -> ()",
+        f" bool pages=True, bool tokens=True, int most={EVERY_ROW}) -> ()",
         _append_by(_name),
         _fake_append,
     )

@@ -290,11 +290,20 @@ def empty_answer(q: torch.Tensor, value_dim: int) -> tuple[torch.Tensor, torch.T
     return q.new_zeros(*q.shape[:-1], value_dim, dtype=torch.float32), q.new_full(lse_shape(q), -math.inf, dtype=torch.float32)
 
 
+EVERY_ROW = (1 << 31) - 1
+"""`Stage.most` that leaves out no row."""
+
+
 class Stage(NamedTuple):
-    """What an append writes. Tokens are written after attention to `new` ones, which needs those that they replace."""
+    """What an append writes. Tokens are written after attention to `new` ones, which needs those that they replace.
+
+    Attributes:
+        most: rows with more new tokens are left out.
+    """
 
     pages: bool = True
     tokens: bool = True
+    most: int = EVERY_ROW
 
 
 def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch, recipe: Recipe, stage: Stage = Stage()) -> None:  # noqa: B008
@@ -306,7 +315,7 @@ def append(storage: Storage, k: torch.Tensor, v: torch.Tensor, batch: PagedBatch
     """
     number_of_pages = storage.pages.k.shape[0]
     for index, row in enumerate(batch.rows(tokens_of(k), storage.k.shape[0])):
-        if row.sequence is None:
+        if row.sequence is None or row.count > stage.most:
             continue
         sequence, new, old = row.sequence, row.length, row.length - row.count
         first = old // PAGE * PAGE

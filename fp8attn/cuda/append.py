@@ -92,8 +92,8 @@ def ctas_of(key: torch.Tensor, batch: PagedBatch, config: AppendConfig, device: 
 
 def numbers_of(key: torch.Tensor, batch: PagedBatch, recipe: Recipe, stage: Stage) -> list[int]:
     """What the binding's append takes as `numbers`."""
-    options = (is_few(key), *stage, recipe.smooth_k, recipe.smooth_v)
-    return [part_of(key.shape[-1], recipe.rotate), most_pages(key, batch), *map(int, options)]
+    options = (is_few(key), stage.pages, stage.tokens, recipe.smooth_k, recipe.smooth_v)
+    return [part_of(key.shape[-1], recipe.rotate), most_pages(key, batch), stage.most, *map(int, options)]
 
 
 def unsupported_call(storage: Storage, key: torch.Tensor, value: torch.Tensor, batch: PagedBatch, device: Device) -> str | None:

@@ -41,7 +41,7 @@ struct HeadOfRow {
     }
     const BatchRow numbers(p, row, length);
     sequence = numbers.sequence;
-    if (numbers.exists) end = numbers.end, old = numbers.end - numbers.count;
+    if (numbers.exists && numbers.count <= p.most) end = numbers.end, old = numbers.end - numbers.count;
   }
 
   // Of heads in the order of rows. Behind the last one there are no tokens.

@@ -600,11 +600,12 @@ void prefill(int64_t launcher, int64_t ctas, const Ints& numbers, double softmax
 }
 
 // Appends tokens to a KV cache. `numbers`: the channels that are rotated together, the pages that may become complete
-// (AppendParams::most_pages), and whether tokens are few, pages are written, tokens are, K's and V's means are removed.
+// (AppendParams::most_pages), the most new tokens of a row that isn't left out, and whether tokens are few, pages are
+// written, tokens are, K's and V's means are removed.
 // `tokens`: keys and values, packed ones as (1, H, T, D). `storage`, `batch`: as of `decode`, with cu_seqlens.
 void append(int64_t launcher, int64_t ctas, const Ints& numbers, const std::vector<Tensor>& tokens, const std::vector<Tensor>& storage, const Operands& batch) {
-  STD_TORCH_CHECK(numbers.size() == 7 && tokens.size() == 2 && storage.size() == 10 && batch.size() == 5 && batch[0] && batch[1],
-                  "append takes 7 numbers, 2 tensors of tokens, 10 of a cache and 5 of a batch");
+  STD_TORCH_CHECK(numbers.size() == 8 && tokens.size() == 2 && storage.size() == 10 && batch.size() == 5 && batch[0] && batch[1],
+                  "append takes 8 numbers, 2 tensors of tokens, 10 of a cache and 5 of a batch");
   const Tensor &k = tokens[0], &v = tokens[1];
   const auto floats = [&](size_t i) { return storage[i].mutable_data_ptr<float>(); };
   fp8attn::AppendParams p = {};
@@ -620,9 +621,9 @@ void append(int64_t launcher, int64_t ctas, const Ints& numbers, const std::vect
   p.table_stride = batch[0]->stride(0), p.table_width = batch[0]->size(1);
   p.rows = batch[1]->size(0), p.kv_heads = k.size(1), p.length = k.size(2), p.head_dim = k.size(3), p.value_dim = v.size(3);
   p.every_page = storage[0].size(0), p.every_sequence = storage[7].size(0);
-  p.part = numbers[0], p.inverse_part = 1.0 / std::max(p.part, 1), p.most_pages = numbers[1];
-  p.step = numbers[2] ? fp8attn::AppendStep::few : fp8attn::AppendStep::pages;
-  p.pages = numbers[3], p.tokens = numbers[4], p.smooth_k = numbers[5], p.smooth_v = numbers[6];
+  p.part = numbers[0], p.inverse_part = 1.0 / std::max(p.part, 1), p.most_pages = numbers[1], p.most = numbers[2];
+  p.step = numbers[3] ? fp8attn::AppendStep::few : fp8attn::AppendStep::pages;
+  p.pages = numbers[4], p.tokens = numbers[5], p.smooth_k = numbers[6], p.smooth_v = numbers[7];
   p.half = k.scalar_type() == ScalarType::Half, p.int8 = storage[0].scalar_type() == ScalarType::Char;
   launch(launcher, p, ctas, k.get_device());
 }

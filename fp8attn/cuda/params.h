@@ -299,7 +299,8 @@ struct AppendParams {
   int part;  // channels that are rotated together; 0: none
   float inverse_part;
   AppendStep step;     // `few`, or `pages` for all of the others
-  bool pages, tokens;  // pages.Stage
+  int most;            // pages.Stage, as the next two
+  bool pages, tokens;
   bool smooth_k, smooth_v, half, int8;
 };
 

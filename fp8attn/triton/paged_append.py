@@ -314,24 +314,24 @@ def page_of_program(cu_seqlens, rows, length, most_pages, kv_heads):
     return row.to(tl.int64), head, page, begin, length
 
 
-@triton.jit(do_not_specialize=["rows", "kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence"])
+@triton.jit(do_not_specialize=["rows", "kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence", "most"])
 def append_kernel(
     k, v, k_strides, v_strides, page_table, lengths, counts, sequences, cu_seqlens, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean,
     channel_scale, recent_k, recent_v, tickets, rows, kv_heads, length, most_pages, table_stride, table_width, every_page, every_sequence,
-    PAGES: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr,
+    most, PAGES: tl.constexpr, TOKENS: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Grid: pages that may become complete, at least one, x heads x rows, in one dimension; of packed tokens, pages of
     all rows x heads. Without PAGES, heads x rows. The tensors are those of pages.PagedBatch and pages.Storage; v_pages
     has words of four codes.
 
     Args:
-        PAGES, TOKENS: pages.Stage. Of packed tokens both only if a row completes one page at most.
+        most, PAGES, TOKENS: pages.Stage. Of packed tokens both only if a row completes one page at most.
     """
     row, head, step, begin, own_length = page_of_program(cu_seqlens if PAGES else None, rows, length, most_pages, kv_heads)
     if cu_seqlens is not None and not PAGES:
         begin, own_length = spans_of(cu_seqlens, None, row, length, row < rows)
     sequence, exists, end, count = batch_row(lengths, counts, sequences, row, own_length, every_sequence)
-    if exists & (count > 0):
+    if exists & (count > 0) & (count <= most):
         old = end - count
         page = old // BLOCK + step
         pair = sequence * kv_heads + head
@@ -386,7 +386,7 @@ def append(
         append_kernel, (programs,),
         k, v, row_strides(k), row_strides(v), *batch.tensors(), cached.k.view(torch.uint8), cached.k_scale, cached.v.view(torch.int32),
         cached.v_scale, storage.k_mean, storage.v_mean, storage.v_scale, storage.k, storage.v, storage.tickets, rows, kv_heads, length,
-        most_pages, batch.page_table.stride(0), batch.page_table.shape[1], cached.k.shape[0], sequences, stage.pages, stage.tokens,
+        most_pages, batch.page_table.stride(0), batch.page_table.shape[1], cached.k.shape[0], sequences, stage.most, stage.pages, stage.tokens,
         Traits.of(storage, recipe, device), num_warps=8, enable_fp_fusion=False, warmup=warmup, **options,
     )  # fmt: skip
 

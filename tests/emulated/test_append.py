@@ -18,15 +18,13 @@ from fp8attn import triton as triton_kernels
 from fp8attn.cuda import append, build, general_quantize, run
 from fp8attn.cuda.build import BuildError
 from fp8attn.device import ARCHITECTURES, Device, device_of
-from fp8attn.pages import PAGE, Stage, Storage
+from fp8attn.pages import EVERY_ROW, PAGE, Stage, Storage
 from fp8attn.recipe import DEFAULT_RECIPE
 from paging import RECIPES, bits
 
 H100 = ARCHITECTURES[90]
 SMS = 2
 """Of the emulated GPU: CTAs have several heads each."""
-
-STAGES = (Stage(), Stage(tokens=False), Stage(pages=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Case:
     Attributes:
         chunks: for each append, the numbers of new tokens of the rows.
         packed: tokens are packed; otherwise rows have as many as the longest, and counts.
-        apart: pages and last tokens are appended by calls of their own.
+        apart: pages and last tokens are appended by calls of their own; first the tokens of rows with up to `most` new ones.
         layout: of what tokens are views: (B, H, S, D), (B, S, H, D), or rows with others between them.
         wide: numbers differ so much in size that their sums depend on the order.
         bad: number that is in some keys and values, or None.
@@ -56,6 +54,7 @@ class Case:
     bad: float | None = None
     seed: int = 0
     extreme: bool = False
+    most: int = EVERY_ROW
 
     @property
     def rows(self) -> int:
@@ -143,7 +142,8 @@ def check(library: build.Library | None, case: Case, device: torch.device, **cha
     for index, batch in enumerate(case.batches(device)):
         batch = dataclasses.replace(batch, **changes)
         key, value = (case.chunk(x, index) for x in tokens)
-        for stage in STAGES[1:] if case.apart else STAGES[:1]:
+        apart = Stage(tokens=False), Stage(pages=False, most=case.most), Stage(pages=False)
+        for stage in apart if case.apart else (Stage(),):
             pages.append(expected, key, value, batch, case.recipe, stage)
             append_by(library, actual, (key, value), batch, case.recipe, stage)
             assert_same(actual, expected)
@@ -184,8 +184,8 @@ CASES = {
     "packed": Case(((130, 5, 0, 200), (1, 200, 64, 60)), packed=True, kv_heads=2),
     "few packed": Case(((127, 100, 1), (1, 30, 20), (0, 0, 60)), packed=True, kv_heads=3),
     "more rows than a warp": Case(((4,) * 40, (130,) * 40), dim=16, value_dim=16, packed=True),
-    "last tokens apart": Case(((300, 100), (65, 129)), apart=True),
-    "few last tokens apart": Case(((100, 128), (40, 0), (64, 60)), apart=True, packed=True),
+    "last tokens apart": Case(((300, 100), (65, 129)), apart=True, most=65),
+    "few last tokens apart": Case(((100, 128), (40, 0), (64, 60)), apart=True, packed=True, most=60),
     "sums that depend on the order": Case(((260,), (10,)), dim=32, wide=True),
     "64 channels of keys": Case(((150,), (120,)), dim=64, value_dim=136),
     "64 channels of values": Case(((150,), (120,)), dim=128, value_dim=64, layout="bshd"),
@@ -348,6 +348,8 @@ MUTANTS = {
         "      encode_values<true>(v_scale);\n",
     ),
     "a page before it is known": ("append.cuh", "    }\n    __syncthreads();\n    append_page<", "    }\n    append_page<"),
+    "rows that are left out": ("append_tokens.h", "if (numbers.exists && numbers.count <= p.most)", "if (numbers.exists)"),
+    "rows with the most tokens": ("append_tokens.h", "numbers.count <= p.most", "numbers.count < p.most"),
     "too few tokens copied": ("append_tokens.h", "max(of.old, of.end - RECENT)", "max(of.old, of.end - RECENT + 1)"),
     "tokens of a head's first row": ("append_tokens.h", "of.begin * strides[2]", "0"),
     "places counted from the first row": ("append_tokens.h", "max(place - first_place<SCALE_BLOCK>(begin_of(p, row), row), 0)", "place"),
@@ -361,6 +363,7 @@ MUTANT_CASES = (
     Case(((130,),), dim=16, value_dim=16, wide=True, bad=-torch.inf, seed=3),
     Case(((258,),), dim=128, recipe=PRECISE, bad=torch.nan, extreme=True),
     Case(((126,) * 5, (3,) * 5), dim=16, value_dim=16, kv_heads=4, recipe=Recipe(qk="int8", rotate=0)),
+    Case(((70, 65, 66),), dim=16, value_dim=16, apart=True, packed=True, most=65),
 )
 
 

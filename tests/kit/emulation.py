@@ -226,6 +226,7 @@ class AppendParams(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("head_dim", "value_dim", "part")),
         ("inverse_part", ctypes.c_float),
         ("step", ctypes.c_int),
+        ("most", ctypes.c_int),
         *((name, ctypes.c_bool) for name in ("pages", "tokens", "smooth_k", "smooth_v", "half", "int8")),
     ]
 
@@ -803,7 +804,7 @@ def append_params(numbers, tokens, storage, batch) -> AppendParams:
     p.table_stride, p.table_width, p.rows = table.stride(0), table.size(1), lengths.size(0)
     (_, p.kv_heads, p.length, p.head_dim), p.value_dim = k.shape, v.size(3)
     p.every_page, p.every_sequence = storage[0].size(0), storage[7].size(0)
-    p.part, p.most_pages, few, p.pages, p.tokens, p.smooth_k, p.smooth_v = numbers
+    p.part, p.most_pages, p.most, few, p.pages, p.tokens, p.smooth_k, p.smooth_v = numbers
     p.inverse_part, p.step = 1.0 / max(p.part, 1), FEW if few else PAGES
     p.half, p.int8 = k.dtype == torch.float16, storage[0].dtype == torch.int8
     return p

@@ -151,8 +151,8 @@ any_cases = st.builds(
     page=st.sampled_from((1, 16, 32, 48, 128, 256)),
     kv_heads=st.integers(1, 2),
     group=st.sampled_from((1, 2, 5)),
-    dim=st.sampled_from((16, 40, 64, 128)),
-    value_dim=st.sampled_from((16, 64, 72)),
+    dim=st.sampled_from((16, 40, 64, 128, 256)),
+    value_dim=st.sampled_from((16, 64, 72, 256)),
     dtype=st.sampled_from((E4M3, E4M3, torch.float16, torch.bfloat16)),
     query_dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32)),
     scales=st.tuples(st.sampled_from(SCALES), st.sampled_from(SCALES)),
@@ -168,6 +168,7 @@ KINDS = (
     Case(dim=128, value_dim=128, query_dtype=torch.bfloat16),
     Case(scales=("token", "token"), page=48, layout="heads first", softcap=3.0),
     Case(dtype=torch.bfloat16, dim=128, value_dim=64, layout="both in a page", sinks=True),
+    Case(dim=256, value_dim=256, query_dtype=torch.bfloat16),
 )
 """What cases of the default tier on a GPU are like."""
 

@@ -253,7 +253,7 @@ class Packed:
 
 @settings(max_examples=max(FEW // 2, 1))
 @given(problem=problems, first=LENGTHS, second=LENGTHS, scores=scores, appended=st.booleans(), more=st.sampled_from((0, 3, 150)))
-@pytest.mark.parametrize("backend", ("modelled", "triton"))
+@pytest.mark.parametrize("backend", ("modelled", "triton", pytest.param("auto", marks=pytest.mark.gpu)))
 def test_packed_sequences_are_as_each_alone(
     device: torch.device, backend: str, problem: Problem, first: list[int], second: list[int], scores: Scores, appended: bool, more: int
 ) -> None:

@@ -420,7 +420,7 @@ def test_a_plan_repeats_append(recorder: Recorder, packed: bool) -> None:
 
 
 def test_append_takes_all_that_it_is_told(recorder: Recorder) -> None:
-    with pytest.raises(RuntimeError, match="append takes 7 numbers, 2 tensors of tokens, 10 of a cache and 5 of a batch"):
+    with pytest.raises(RuntimeError, match="append takes 8 numbers, 2 tensors of tokens, 10 of a cache and 5 of a batch"):
         recorder.operators.append.default(0, 1, [64], [torch.zeros(1)], [], [])
 
 
