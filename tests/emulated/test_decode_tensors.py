@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import emulation
-from foreign import E4M3, Call, Case, assert_close
+from foreign import E4M3, Call, Case, assert_close, has_fp8_sums
 from fp8attn import PagedBatch, paged_tensors
 from fp8attn.cuda import build, decode_tensors, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
@@ -82,11 +82,6 @@ def backend(request: pytest.FixtureRequest, device: torch.device) -> str:
 def config_of(case: Case) -> decode_tensors.DecodeTensorsConfig:
     call = case.call(torch.device("cpu"))
     return decode_tensors.choose(call.q, call.cache, call.batch)
-
-
-def has_fp8_sums(call: Call) -> bool:
-    """Whether tensor cores multiply queries and keys in e4m3."""
-    return decode_tensors.choose(call.q, call.cache, call.batch).has_many and call.cache.is_fp8
 
 
 def library_of(backend: str, case: Case) -> build.Library | None:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from closeness import E4M3_STEP, LOG2E, TENSOR_CORE_STEP
 from fp8attn import PagedBatch, PagedTensors
+from fp8attn.cuda import decode_tensors
 from fp8attn.reference import Scoring
 from strategies import of_few_kinds
 
@@ -181,6 +182,11 @@ def like(case: Case, kind: Case) -> Case:
 
 
 cases = of_few_kinds(any_cases, like, KINDS)
+
+
+def has_fp8_sums(call: Call) -> bool:
+    """Whether the CUDA kernel multiplies queries and keys in e4m3 by tensor cores."""
+    return call.cache.is_fp8 and decode_tensors.choose(call.q, call.cache, call.batch).has_many
 
 
 def assert_close(
