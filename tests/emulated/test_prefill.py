@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import emulation
-from fp8attn import BackendUnavailable, KVCache, PagedBatch, Recipe, paged_ops, pages
+from fp8attn import BackendUnavailable, KVCache, PagedBatch, Recipe, paged_ops, paged_sdpa, pages
 from fp8attn.cuda import build, decode, prefill, run
 from fp8attn.device import ARCHITECTURES, Device, device_of
 from fp8attn.pages import PAGE, RECENT, PagedCall
@@ -325,6 +325,18 @@ def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: t
         mine, other = (by_decode, by_prefill) if count <= few else (by_prefill, by_decode)
         torch.testing.assert_close(mine[0][begin:end], expected[begin:end], atol=0.2, rtol=0.1)
         assert bool((other[0][begin:end] == unwritten).all()) and bool((other[1][:, begin:end] == unwritten).all())
+
+
+def test_new_tokens_of_few_queries_are_in_the_cache_before_attention(backend: str, of_batches: torch.device) -> None:
+    """The kernel for few queries reads them there."""
+    call = MIXED.call(of_batches)
+    assert paged_ops.few_queries(call) == 8
+    sequences, pages_of_cache = call.storage.k.shape[0], call.storage.pages.k.shape[0]
+    cache = KVCache(sequences, pages_of_cache, MIXED.kv_heads, MIXED.dim, recipe=MIXED.recipe, dtype=MIXED.dtype, device=of_batches)
+    for to, x in zip(cache.storage.tensors(), call.storage.tensors(), strict=True):
+        to.copy_(x)
+    found = paged_sdpa(call.q, cache, call.batch, call.new, scale=MIXED.scale, return_lse=True, out_dtype=torch.float32, backend="cuda")
+    assert_attends(*found, pages.attend_paged(call), MIXED.dtype, backend == "emulated")
 
 
 @pytest.mark.parametrize(
