@@ -88,9 +88,8 @@ class DecodeTensorsConfig(DecodeShape):
     @property
     def half_widths(self) -> tuple[int, ...]:
         """Widths of those in half precision: for scores of such a cache, and for P·V."""
-        if not self.has_many:
-            return ()
-        return (*(() if self.fp8 else (KEY_BLOCK,)), min(self.head_dim, 128))
+        of_output = min(self.head_dim, 128)
+        return () if not self.has_many else (of_output,) if self.fp8 else (KEY_BLOCK, of_output)
 
     @property
     def name(self) -> str:

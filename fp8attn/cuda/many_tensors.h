@@ -17,12 +17,11 @@ struct ManyShape {
   static constexpr int registers = C.head_dim > 128 ? 216 : 200, checker_registers = C.head_dim > 128 ? 40 : 64, loader_registers = C.head_dim > 128 ? 40 : 48;
   static constexpr int slots = C.fp8 ? (C.head_dim > 128 ? 2 : 4) : C.stages;      // of checked blocks
   static constexpr int rooms = C.head_dim > 128 && !C.fp8 ? 1 : 2;                 // for queries of tiles
-  static constexpr int places = C.stages < slots ? C.stages : slots;               // of blocks in shared memory
   // Of the last warpgroup: the first thread that loads tokens, and how many prepare. A warp between loads scales.
   static constexpr int loader = 96, preparers = C.by_token ? loader - 32 : loader, preparer_barrier = 2;
   static_assert(attenders == 2 && 2 * WGMMA_ROWS == MANY_ROWS);
   // Each is always used by the same warpgroup if they share blocks.
-  static_assert(C.stages % 2 == 0 && slots % 2 == 0);
+  static_assert(C.stages % 2 == 0 && slots % 2 == 0 && slots <= C.stages);
   static_assert(attenders * registers + checker_registers + loader_registers <= 65536 / 128);
 };
 
@@ -366,7 +365,7 @@ __device__ void attend_to_blocks_of_many(const DecodeParams& p, ManyStorage<C>& 
   const bool shares_blocks = shared.shares_blocks(p), elected = threadIdx.x % 32 == 0;
   const int first = shares_blocks ? 0 : WGMMA_ROWS * number;
   // While a warpgroup has the values of a block, it waits for its next one.
-  const bool looks_ahead = !shares_blocks || Shape::places >= 4;
+  const bool looks_ahead = !shares_blocks || Shape::slots >= 4;
   Ring<C.stages> ring;
   Ring<Shape::slots> slot;
   Ring<Shape::rooms> room;

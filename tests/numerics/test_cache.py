@@ -266,7 +266,7 @@ def test_packed_rows_whose_tokens_a_cache_keeps_no_more_are_nan(backend: Backend
     """Queries of an earlier page than those that the cache has in half precision, with and without a bound of few queries."""
     length, count = 340, most or 250
     g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, n, length, 64, generator=g).to(device, torch.bfloat16) for n in (1, 1, 1))
+    q, k, v = (torch.randn(1, 1, length, 64, generator=g).to(device, torch.bfloat16) for _ in range(3))
     cache, table = KVCache(1, 4, 1, 64, device=device), PageTable(1, 4, device=device)
     table.reserve(0, length)
     before = table.batch()

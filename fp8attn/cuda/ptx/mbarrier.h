@@ -48,7 +48,7 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 }
 
 // Whether the phase of this parity is complete.
-__device__ inline uint32_t mbarrier_is_complete(uint64_t* barrier, uint32_t parity) {
+__device__ inline bool mbarrier_is_complete(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"

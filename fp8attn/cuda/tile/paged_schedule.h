@@ -135,6 +135,22 @@ __device__ inline int inclusive_sum(int x) {
   return x;
 }
 
+// Which of `count` things has a unit; `count` if none has. `unit` counts from the first thing's first unit, and is
+// moved to count from that of the thing found. units_of(i): those of thing i + the lane's number, 0 from `count` on.
+// Called by a whole warp.
+template <typename UnitsOf>
+__device__ int find_unit(int count, int& unit, UnitsOf&& units_of) {
+#pragma unroll 1
+  for (int start = 0; start < count; start += 32) {
+    const int mine = units_of(start), upto = inclusive_sum(mine);
+    const uint32_t beyond = __ballot_sync(~0u, upto > unit);
+    const int found = beyond != 0 ? __ffs(beyond) - 1 : 31;
+    unit -= __shfl_sync(~0u, beyond != 0 ? upto - mine : upto, found);
+    if (beyond != 0) return start + found;
+  }
+  return count;
+}
+
 // Units of a row tile of a row of the batch. Blocks: TileBlocks, or what is like it.
 template <int HEIGHT, typename Blocks>
 __device__ int units_of_tile(const DecodeParams& p, const BatchRow& row, int row_tile) {
@@ -222,22 +238,13 @@ struct DecodeSchedule {
   // Moves `unit` to the batch that has it, which is returned: then it counts from the first unit of that batch. Sets
   // the batch's row. p.batches if there is none.
   __device__ int find_batch(int& unit, BatchRow& its_row) const {
-    const int lane = threadIdx.x % 32;
     BatchRow of_lanes = row;
-#pragma unroll 1
-    for (int start = 0; start < p.batches; start += 32) {
-      if (start > 0) of_lanes = row_of(start + lane);
-      const int mine = start > 0 ? units_of(of_lanes, start) : first, upto = inclusive_sum(mine);
-      const uint32_t beyond = __ballot_sync(~0u, upto > unit);
-      if (beyond != 0) {
-        const int found = __ffs(beyond) - 1;
-        unit -= __shfl_sync(~0u, upto - mine, found);
-        its_row = of_lanes.of_lane(found);
-        return start + found;
-      }
-      unit -= __shfl_sync(~0u, upto, 31);
-    }
-    return p.batches;
+    const int found = find_unit(p.batches, unit, [&](int start) {
+      if (start > 0) of_lanes = row_of(start + threadIdx.x % 32);
+      return start > 0 ? units_of(of_lanes, start) : first;
+    });
+    its_row = of_lanes.of_lane(found % 32);
+    return found;
   }
 
  private:
@@ -325,15 +332,12 @@ struct DecodeTiles {
 
   // Moves `unit` from the first one of a head to the row tile that has it. Called by whole warps.
   __device__ void find_row_tile(const DecodeParams& p) {
-#pragma unroll 1
-    for (int start = 0; start < row_tiles<HEIGHT>(p); start += 32) {
-      const int mine_tile = start + threadIdx.x % 32;
-      const int mine = mine_tile < row_tiles<HEIGHT>(p) ? units_of_tile<HEIGHT, Blocks>(p, row, mine_tile) : 0, upto = inclusive_sum(mine);
-      const uint32_t beyond = __ballot_sync(~0u, upto > unit);
-      const int found = beyond != 0 ? __ffs(beyond) - 1 : 31, passed = __shfl_sync(~0u, beyond != 0 ? upto - mine : upto, found);
-      row_tile = start + found, unit -= passed, before += passed;
-      if (beyond != 0) break;
-    }
+    const int in_head = unit, tiles = row_tiles<HEIGHT>(p);
+    row_tile = find_unit(tiles, unit, [&](int start) {
+      const int mine = start + threadIdx.x % 32;
+      return mine < tiles ? units_of_tile<HEIGHT, Blocks>(p, row, mine) : 0;
+    });
+    before += in_head - unit;
     blocks = Blocks(p, row, first_row(), HEIGHT);
   }
 };

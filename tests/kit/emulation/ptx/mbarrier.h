@@ -66,6 +66,6 @@ inline void mbarrier_complete(uint64_t* barrier, uint32_t bytes) {
 
 inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) { cta::wait_for_phase(barrier, parity); }
 
-inline uint32_t mbarrier_is_complete(uint64_t* barrier, uint32_t parity) { return barrier_at(barrier).parity != parity; }
+inline bool mbarrier_is_complete(uint64_t* barrier, uint32_t parity) { return barrier_at(barrier).parity != parity; }
 
 }  // namespace fp8attn::ptx
