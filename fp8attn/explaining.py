@@ -126,7 +126,14 @@ def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, 
         because.append("new tokens are written by Triton")
     planned = paged_tensors_ops.plan_attention(backend, query, cache, batch, how) if paged_ops.asks_cuda(backend, device) else None
     compute = "bf16" if cache.k.dtype == torch.bfloat16 else "f16"  # of e4m3, codes as halves
+    if isinstance(planned, paged_tensors_ops.Copying):
+        few, passes = planned.room.few, planned.room.passes
+        because.append(f"rows are copied as packed sequences{f', in {passes} passes' if passes > 1 else ''}")
+        if few:
+            because.append(f"rows of at most {few} packed queries are the decode kernel's")
+        return Plan("cuda", "hopper", planned.config, "e4m3", tuple(because))
     if planned is not None and not isinstance(planned, str):
+        because.append(f"not copied: {paged_tensors_ops.plan_copying(query, cache, batch, how)}")
         return Plan("cuda", "decode_tensors", planned, compute, tuple(because))
     return Plan("triton", "paged_tensors", None, compute, (*because, *([] if planned is None else [f"cuda: {planned}"])))
 

@@ -4,20 +4,24 @@ have in common."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 
-from . import paged_tensors, validate
+from . import paged_copies, paged_tensors, validate
 from . import triton as triton_kernels
-from .cuda import build, decode_tensors
+from .call import GROUPS, Call
+from .cuda import build, configs, decode, decode_tensors, general_quantize
 from .cuda import run as cuda_run
-from .device import device_of
+from .device import Device, device_of
 from .ops import current, register
+from .paged_copies import Copies, Room
 from .paged_ops import asks_cuda, runs_triton, unless_unbuilt
-from .paged_tensors import PagedTensors
-from .pages import PagedBatch, empty_answer
-from .reference import Scoring
+from .paged_tensors import QUERIES, PagedTensors
+from .pages import PagedBatch, empty_answer, tokens_of
+from .recipe import E4M3, Quantized
+from .reference import CAUSAL_WINDOW, Scoring
 from .validate import BackendUnavailable
 
 BACKENDS = {"attention": ("auto", "cuda", "triton", "modelled"), "write": ("auto", "triton", "modelled")}
@@ -34,17 +38,149 @@ def check_backend(what: str, backend: object) -> None:
         raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS[what]}")
 
 
+COPIED_ROWS = 384
+"""Rows of a key/value head up to which it is faster to attend to a row of the batch where it lies."""
+
+
+class Copying(NamedTuple):
+    """Attention to copies of those rows of the batch that have many queries, by the Hopper kernel for packed sequences.
+
+    Attributes:
+        config: its instance.
+        room: of the copies. Packed rows of at most `room.few` queries are the decode kernel's.
+    """
+
+    config: configs.HopperConfig
+    room: Room
+
+
+def _as_batch(x: torch.Tensor) -> torch.Tensor:
+    """(B, H, S, D) as it is, and packed (T, H, D) as (1, H, T, D)."""
+    return x.transpose(0, 1).unsqueeze(0) if x.dim() == 3 else x
+
+
+def _as_packed(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous (B, H, S, D) as packed sequences (1, H, T, D): sequence b begins with token b H S, and head h lies h S
+    tokens behind the first one. Packed (T, H, D) as (1, H, T, D)."""
+    if x.dim() == 3:
+        return _as_batch(x)
+    rows, heads, length, dim = x.shape
+    return x.as_strided((1, heads, ((rows - 1) * heads + 1) * length, dim), (x.numel(), length * dim, dim, 1))
+
+
+def _empty_codes(query: torch.Tensor, device: torch.device) -> Quantized:
+    """Uninitialised codes of queries (B, Hq, S, D), or packed (T, Hq, D) as (1, Hq, T, D), stored in that order."""
+    codes = torch.empty(query.shape, dtype=E4M3, device=device)
+    data = _as_batch(codes)
+    return Quantized(data, torch.empty(data.shape[:3], dtype=torch.float32, device=device), "token", "rows", data.shape[2])
+
+
+def _call_of(
+    query: torch.Tensor, copies: Copies, codes: Quantized, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype, longest: int
+) -> Call:  # fmt: skip
+    """Attention of quantized queries to copies.
+
+    Args:
+        codes: of `_empty_codes`.
+        longest: the most keys of a row. Only speed depends on it.
+    """
+    q, q_scale, heads = codes.data, codes.scale, query.shape[1]
+    if query.dim() == 4:
+        q = _as_packed(q)
+        q_scale = q_scale.as_strided((1, heads, q.shape[2]), (q_scale.numel(), query.shape[2], 1))
+    everything = how.window == (-1, -1)
+    varlen = copies.varlen(q.shape[2], batch, (batch.most_queries(query), longest))
+    return Call(
+        q, q_scale, GROUPS["token"], copies.k, copies.k_scale, GROUPS["block"], copies.v, copies.v_scale, None, None, None, copies.k.shape[2],
+        how.softmax_scale, "none" if everything else "bottom_right", "e4m3", None, out_dtype, True,
+        CAUSAL_WINDOW if everything else how.window, how.softcap, how.sinks, varlen=varlen,
+    )  # fmt: skip
+
+
+def _attend_to_copies(
+    query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype, plan: Copying
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Attention as planned by `plan_copying`.
+
+    Raises:
+        BuildError: a kernel can't be compiled here.
+    """
+    out, lse = results = cuda_run.empty_results(query, cache.v.shape[3], out_dtype)
+    codes = _empty_codes(query, query.device)
+    cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
+    if plan.room.few:
+        cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, plan.room.few, results)
+    for number in range(plan.room.passes):
+        copies = triton_kernels.paged_copies.copy(query, cache, batch, how.window, plan.room, results, number)
+        call = _call_of(query, copies, codes, batch, how, out_dtype, plan.room.longest)
+        table = triton_kernels.varlen.table_of(call, configs.ROWS, device, plan.config.consumers)
+        packed_lse = lse.unsqueeze(0) if query.dim() == 3 else lse.new_empty(1, *call.q.shape[1:3])
+        cuda_run.forward(call, device, plan.config, tile_table=table, into=(_as_packed(out), packed_lse))
+        if query.dim() == 4:
+            triton_kernels.paged_copies.store_lse(packed_lse, copies.spans.queries, lse)
+    return results
+
+
+def _few_queries(query: torch.Tensor, group: int, batch: PagedBatch) -> int:
+    """Packed rows of at most so many queries are attended to where they lie, beside others that are copied; 0: all are
+    copied. group: query heads that share keys.
+
+    A kernel that expects several queries of a row takes twice as long for single ones. So it expects as many as rows
+    have on average beside the longest one, unless these are many: then there are several long ones.
+    """
+    rows, tokens, most = batch.lengths.shape[0], tokens_of(query), batch.most_queries(query)
+    if batch.cu_seqlens is None or tokens == rows * most:
+        return 0
+    single, several = (max(height // group, 1) for height in (decode_tensors.FEW_ROWS[False], decode.TILE_ROWS))
+    return several if single * (rows - 1) < tokens - most <= several * (rows - 1) else single
+
+
+def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> Copying | str:
+    """Attention to copies, or why all rows are attended to where they lie.
+
+    Nothing is compiled to find out, so compiling may still fail.
+    """
+    device, group = device_of(query.device), query.shape[1] // max(cache.kv_heads, 1)
+    reason = paged_copies.unsupported_cache(cache)
+    if reason is None and (query.numel() == 0 or decode.rows_of_head(query, cache.kv_heads, batch) <= COPIED_ROWS):
+        reason = f"rows of the batch have up to {batch.most_queries(query)} queries; it takes more than {COPIED_ROWS // max(group, 1)}"
+    if reason is None and batch.batch_invariant:
+        reason = "the batch is batch_invariant"
+    if reason is not None:
+        return reason
+    rows, tokens = batch.lengths.shape[0], tokens_of(query)
+    few = _few_queries(query, group, batch)
+    room, nowhere = Room.of(query, cache, batch, how.window, few), torch.device("meta")
+    call = _call_of(query, Copies.empty(cache, batch, room, nowhere), _empty_codes(query, nowhere), batch, how, torch.float32, room.longest)
+    planned = cuda_run.plan(call, device, first=True)
+    reasons = (
+        room.unsupported(tokens if batch.cu_seqlens is not None else rows * tokens),
+        decode_tensors.unsupported_call(query, cache, replace(batch, max_count=few), how, device) if few else None,
+        planned if isinstance(planned, str) else build.unavailable(planned, device.arch),
+        general_quantize.unsupported_call(_as_batch(query), None, None, QUERIES, device),
+    )
+    reason = next(filter(None, reasons), None)
+    if reason is not None:
+        return reason
+    assert isinstance(planned, configs.HopperConfig)
+    return Copying(planned, room)
+
+
 def plan_attention(
     backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
-) -> decode_tensors.DecodeTensorsConfig | str:  # fmt: skip
-    """The instance of the CUDA kernel that attends, or why Triton's does. `backend`: `cuda` or `auto`.
+) -> decode_tensors.DecodeTensorsConfig | Copying | str:  # fmt: skip
+    """The instance of the CUDA kernel that attends, or attention to copies; or why Triton's kernel attends. `backend`:
+    `cuda` or `auto`.
 
     Nothing is compiled to find out, so compiling may still fail.
 
     Raises:
-        BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
+        BackendUnavailable: the backend is `cuda`, and the kernels don't support the call.
     """
     device = device_of(query.device)
+    copying = plan_copying(query, cache, batch, how)
+    if isinstance(copying, Copying):
+        return copying
     reason = decode_tensors.unsupported_call(query, cache, batch, how, device)
     if reason is None:
         config = decode_tensors.choose(query, cache, batch)
@@ -65,9 +201,11 @@ def _by_cuda(
         BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
         BuildError: the backend is `cuda`, and the kernel can't be compiled here.
     """
-    if isinstance(plan_attention(backend, query, cache, batch, how), str):
+    planned, device = plan_attention(backend, query, cache, batch, how), device_of(query.device)
+    if isinstance(planned, str):
         return None
-    device = device_of(query.device)
+    if isinstance(planned, Copying):
+        return unless_unbuilt(backend == "cuda", lambda: _attend_to_copies(query, cache, batch, how, device, out_dtype, planned))
     return unless_unbuilt(backend == "cuda", lambda: cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype))
 
 

@@ -536,13 +536,16 @@ void encode_slots(CUtensorMap& map, const Tensor& x, int64_t rows) {
   STD_TORCH_CHECK(fp8attn::encode(map, map_address(x), sizes, strides, box, brought), "no tensor map for shape ", text(x.sizes()), ", strides ", text(x.strides()));
 }
 
-// Attends to the KV cache of another engine with few queries. `numbers`: those of decode_tensors.numbers_of. `cache`:
-// K, V, their scales, and sinks. `most`, `batch`, `results`: as of decode_params_of.
-void decode_tensors(int64_t launcher, int64_t ctas, int64_t most, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q, const Operands& cache,
-                    const Operands& batch, const std::vector<Tensor>& results) {
-  STD_TORCH_CHECK(numbers.size() == 15 && cache.size() == 5 && cache[0] && cache[1], "decode_tensors takes 15 numbers and 5 tensors of a cache");
+// Attends to the KV cache of another engine with few queries. `queries`: `most` of decode_params_of, and whether rows
+// of more queries are another kernel's. `numbers`: those of decode_tensors.numbers_of. `cache`: K, V, their scales, and
+// sinks. `batch`, `results`: as of decode_params_of.
+void decode_tensors(int64_t launcher, int64_t ctas, const Ints& queries, const Ints& numbers, double softmax_scale, double softcap, const Tensor& q,
+                    const Operands& cache, const Operands& batch, const std::vector<Tensor>& results) {
+  STD_TORCH_CHECK(queries.size() == 2 && numbers.size() == 15 && cache.size() == 5 && cache[0] && cache[1],
+                  "decode_tensors takes 2 numbers of queries, 15 others and 5 tensors of a cache");
   const Tensor &k = *cache[0], &v = *cache[1];
-  fp8attn::DecodeParams p = decode_params_of(ctas, most, 0, softmax_scale, q, k.size(2), batch, results);
+  fp8attn::DecodeParams p = decode_params_of(ctas, queries[0], 0, softmax_scale, q, k.size(2), batch, results);
+  p.leaves_longer = queries[1];
   p.page = numbers[0], p.copied_tokens = numbers[1], p.capacity = numbers[2], p.left = numbers[3], p.right = numbers[4], p.part_log = numbers[5], p.softcap = softcap;
   p.tickets_of_head = numbers[6], p.group_tickets = p.tickets + int64_t(p.batches) * p.kv_heads * p.tickets_of_head;
   std::copy_n(&numbers[7], 4, p.k_scale_strides);
@@ -727,7 +730,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define("decode(int launcher, int ctas, int[] numbers, float softmax_scale, float softcap, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define(
-      "decode_tensors(int launcher, int ctas, int most, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
+      "decode_tensors(int launcher, int ctas, int[] queries, int[] numbers, float softmax_scale, float softcap, Tensor q, Tensor?[] cache, Tensor?[] batch, Tensor(a!)[] results) -> ()");
 
   define("prefill(int launcher, int ctas, int[] numbers, float softmax_scale, float softcap, Tensor?[] tokens, Tensor[] storage, Tensor?[] batch, Tensor?[] results) -> ()");
 

@@ -175,16 +175,16 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
     }
 
     const bool exists = row < block.count;
-    float y[Units::count][PART], largest = 0.0f;
+    float y[Units::count][Units::size], largest = 0.0f;
     bool nonfinite = false;
 #pragma unroll
     for (int i = 0; i < Units::count; ++i) {
       if (!units.has(i)) continue;
-      const int channel = units.unit(i) * PART;
-      rotate_unit<PART, T>(y[i], reinterpret_cast<const uint4*>(tile + row * rows.pitch + 2 * channel));
+      const int channel = units.unit(i) * Units::size;
+      load_unit<PART, T>(y[i], reinterpret_cast<const uint4*>(tile + row * rows.pitch + 2 * channel));
       if (block.mean != nullptr) {
 #pragma unroll
-        for (int c = 0; c < PART; c += 4) centre(reinterpret_cast<float(&)[4]>(y[i][c]), *reinterpret_cast<const float4*>(&shared.mean[stage][channel + c]));
+        for (int c = 0; c < Units::size; c += 4) centre(reinterpret_cast<float(&)[4]>(y[i][c]), *reinterpret_cast<const float4*>(&shared.mean[stage][channel + c]));
       }
       largest = fmaxf(largest, largest_finite(y[i]));
       if constexpr (INT8) nonfinite |= has_nan(y[i]);
@@ -211,10 +211,10 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
     for (int i = 0; i < Units::count; ++i) {
       if (!units.has(i)) continue;
 #pragma unroll
-      for (int c = 0; c < PART; c += CHUNK) {
-        uint2 codes = {codes_of_rotated<INT8>(&y[i][c], inverse), codes_of_rotated<INT8>(&y[i][c + 4], inverse)};
+      for (int c = 0; c < Units::size; c += CHUNK) {
+        uint2 codes = {codes_of_unit<PART, INT8>(&y[i][c], inverse), codes_of_unit<PART, INT8>(&y[i][c + 4], inverse)};
         if (is_hidden) codes = {NAN_CODES<INT8>, NAN_CODES<INT8>};
-        *reinterpret_cast<uint2*>(tile + row * rows.pitch + units.unit(i) * PART + c) = codes;
+        *reinterpret_cast<uint2*>(tile + row * rows.pitch + units.unit(i) * Units::size + c) = codes;
       }
     }
     if (block.by_token) {
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(RowUnits<PART>::most_threads) general_write_ro
 // Whether rows of Q and K have a launch of their own.
 inline bool are_staged(const GeneralQuantizeParams& p) {
   const auto are_near = [](const int64_t(&strides)[3]) { return strides[2] >= 0 && strides[2] < MOST_STRIDE; };
-  return p.type != OutType::f32 && p.part > 0 && p.part <= LARGEST_PART && (p.q == nullptr || (p.q_aligned && are_near(p.q_strides) && are_near(p.q_data_strides))) &&
+  return p.type != OutType::f32 && p.part <= LARGEST_PART && (p.q == nullptr || (p.q_aligned && are_near(p.q_strides) && are_near(p.q_data_strides))) &&
          (p.k == nullptr || (p.k_aligned && are_near(p.k_strides) && are_near(p.k_data_strides)));
 }
 
@@ -262,6 +262,8 @@ int resident_ctas(const GeneralQuantizeParams& p) {
 template <typename F>
 auto with_part(const GeneralQuantizeParams& p, F&& f) {
   switch (p.part) {
+    case 0:
+      return f(std::integral_constant<int, 0>());
     case 8:
       return f(std::integral_constant<int, 8>());
     case 16:

@@ -305,8 +305,9 @@ def write_part(key: Quantized, value: Quantized, k: torch.Tensor, v: torch.Tenso
 
 
 def quantize_any(
-    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, packed: Packed | None = None
-) -> tuple[Quantized | None, Quantized | None, Quantized | None]:
+    q: torch.Tensor | None, k: torch.Tensor | None, v: torch.Tensor | None, recipe: Recipe, device: Device, packed: Packed | None = None,
+    into: Quantized | None = None,
+) -> tuple[Quantized | None, Quantized | None, Quantized | None]:  # fmt: skip
     """fp8attn.quantization.quantize by the general quantizer.
 
     `general_quantize.unsupported_call` must return None for the call.
@@ -314,13 +315,16 @@ def quantize_any(
     Args:
         q, k, v: (B, H, S, D), any float dtype; q, or k and v, may be None.
         packed: the sequences of k and v, or None.
+        into: where q is written, of a call without k and v; None: to new tensors.
 
     Raises:
         BuildError: the kernels can't be compiled here.
     """
     first = k if q is None else q
     assert first is not None
-    if packed is None:
+    if into is not None:
+        made: tuple[Quantized | None, Quantized | None, Quantized | None] = (into, None, None)
+    elif packed is None:
         made = general_quantize.empty(q, k, v, recipe)
     else:
         assert k is not None and v is not None
@@ -375,7 +379,8 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
     kv_heads, part_log = storage.k.shape[1], decode.part_log(batch)
     numbers = [batch.most_queries(q), part_of(q.shape[-1], call.recipe.rotate), few is not None, counted_window(call.window)[0], part_log]
     places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch), decode.most_blocks(batch), part_log)
-    out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
+    out, lse = empty_results(q, q.shape[-1], out_dtype)
+    parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch))
     library.operators.decode.default(
         library.launchers[config], ctas, numbers, call.softmax_scale, call.softcap, [q, call.sinks], storage.tensors(), list(batch.tensors()),
         [out, lse, *parts, storage.tickets],
@@ -383,18 +388,28 @@ def attend_to_pages(call: PagedCall, device: Device, out_dtype: torch.dtype, few
     return out, lse
 
 
-def _decoded(q: torch.Tensor, places: int, height: int, out_dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """What a decode kernel writes: output, LSE, and two tensors of partial results, of `height` rows of a tile."""
-    out, lse = q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32)
-    return out, lse, *(q.new_empty(places, height, width, dtype=torch.float32) for width in (q.shape[-1], 2))
+def _decoded(q: torch.Tensor, places: int, height: int) -> list[torch.Tensor]:
+    """Two tensors of partial results of a decode kernel, of `height` rows of a tile."""
+    return [q.new_empty(places, height, width, dtype=torch.float32) for width in (q.shape[-1], 2)]
+
+
+def empty_results(q: torch.Tensor, value_dim: int, out_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Uninitialised output and LSE of queries of a cache: (B, Hq, S, Dv) and (B, Hq, S), or of packed queries (T, Hq,
+    Dv) and (Hq, T)."""
+    return q.new_empty(*q.shape[:-1], value_dim, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32)
 
 
 def attend_to_tensors(
-    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype, few: int | None = None,
+    results: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """paged_tensors.attend by the decode kernel for caches of other engines.
 
     `decode_tensors.unsupported_call` must return None for the call.
+
+    Args:
+        few: outputs of rows with more packed queries are not written. None: such rows have max_count at most.
+        results: output and LSE, of `empty_results`; None: they are made.
 
     Returns:
         out (B, Hq, S, D) and LSE (B, Hq, S); of packed queries (T, Hq, D) and (Hq, T).
@@ -402,17 +417,19 @@ def attend_to_tensors(
     Raises:
         BuildError: the kernel can't be compiled here.
     """
+    batch = batch if few is None else replace(batch, max_count=few)
     config = decode_tensors.choose(q, cache, batch)
     library = build.load_with(config, decode_tensors.group(config), device.arch)
     ctas, kv_heads = decode.ctas_of(config, device), cache.kv_heads
     blocks, log = decode_tensors.most_blocks(cache, batch), decode_tensors.part_log(batch)
     places = decode.places_of_parts(ctas, decode.tiles_of(q, kv_heads, batch, config.rows), blocks, log)
-    out, lse, *parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch), out_dtype)
+    out, lse = results or empty_results(q, q.shape[-1], out_dtype)
+    parts = _decoded(q, places, decode.part_height(config, q, kv_heads, batch))
     of_head = decode.tickets_of_head(config, q, kv_heads, batch)
     tickets = q.new_zeros(batch.page_table.shape[0] * kv_heads * of_head + 2 * ctas, dtype=torch.int32)  # of heads, and of groups of parts
     numbers = decode_tensors.numbers_of(cache, batch, how, of_head)
     library.operators.decode_tensors.default(
-        library.launchers[config], ctas, batch.most_queries(q), numbers, how.softmax_scale, how.softcap, q,
+        library.launchers[config], ctas, [batch.most_queries(q), few is not None], numbers, how.softmax_scale, how.softcap, q,
         [cache.k, cache.v, *cache.scales, how.sinks], list(batch.tensors()), [out, lse, *parts, tickets],
     )  # fmt: skip
     return out, lse
@@ -442,7 +459,7 @@ def prefill_from_pages(
     library = build.load_with(tiling.config, prefill.group(tiling.config), device.arch)
     tiles = tiling.tiles(call.packed) * tiling.splits
     ctas = min(tiles, device.sm_count)
-    out, lse = results or (q.new_empty(q.shape, dtype=out_dtype), q.new_empty(lse_shape(q), dtype=torch.float32))
+    out, lse = results or empty_results(q, q.shape[-1], out_dtype)
     counter = None if tile_table is None else counter_of(tile_table)
     if tile_table is None and tiles > ctas:
         counter = q.new_zeros(1, dtype=torch.int32)

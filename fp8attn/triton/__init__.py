@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import bias, half_keys, lse, merge, paged_append, paged_attention, paged_tensors, probe, quantize, rotary, run, varlen
+    from . import bias, half_keys, lse, merge, paged_append, paged_attention, paged_copies, paged_tensors, probe, quantize, rotary, run, varlen
 
 __all__ = [
     "bias",
@@ -20,6 +20,7 @@ __all__ = [
     "merge",
     "paged_append",
     "paged_attention",
+    "paged_copies",
     "paged_tensors",
     "probe",
     "quantize",

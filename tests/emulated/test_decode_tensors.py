@@ -101,6 +101,27 @@ def attend(library: build.Library | None, call: Call, device: Device, out_dtype:
         return run.attend_to_tensors(call.q, call.cache, call.batch, call.how, device, out_dtype)
 
 
+@pytest.mark.parametrize("case", (FP8, HALF), ids=("e4m3", "bf16"))
+def test_rows_of_more_queries_are_another_kernel_s(case: Case, backend: str, device: torch.device) -> None:
+    """Nothing of them is written, and the others are as they are alone; also queries behind the last row."""
+    call = replace(case, lengths=(140, 300, 70), queries=9).call(place_of(backend, device))
+    edges = torch.tensor([0, 2, 11, 12], dtype=torch.int32, device=call.q.device)
+    q = torch.cat([call.q[0, :, :2], call.q[1], call.q[2, :, :3]], 1).transpose(0, 1).contiguous()
+    batch = replace(call.batch, cu_seqlens=edges, max_count=9)
+    few = replace(batch, max_count=2)
+    library = emulation.tensors_decoder(decode_tensors.choose(q, call.cache, few)) if backend == "emulated" else None
+    results = torch.full(q.shape, 7.0, device=q.device), torch.full((q.shape[1], q.shape[0]), 7.0, device=q.device)
+    with pytest.MonkeyPatch.context() as patch:
+        if library is not None:
+            patch.setattr(build, "load_with", lambda *_: library)
+        run.attend_to_tensors(q, call.cache, batch, call.how, replace(H100, sm_count=3), torch.float32, 2, results)
+    out, lse = results
+    assert bool((out[2:11] == 7.0).all()) and bool((lse[:, 2:11] == 7.0).all())
+    expected = paged_tensors.attend(q, call.cache, batch, call.how)
+    for rows in (slice(0, 2), slice(11, None)):
+        assert_close((out[rows], lse[:, rows]), (expected[0][rows], expected[1][:, rows]), case.dtype)
+
+
 def check(library: build.Library | None, case: Case, device: torch.device, sms: int) -> None:
     call = case.call(device)
     actual = attend(library, call, replace(H100, sm_count=H100.sm_count if library is None else sms))

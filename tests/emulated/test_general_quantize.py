@@ -400,7 +400,8 @@ MUTANTS = {
         "y[i] = low + high, y[i + distance] = low - high;",
         "y[i] = high + low, y[i + distance] = high - low;",
     ),
-    "negative zeros of staged rows": ("tile/staged_rows.h", "  if constexpr (INT8)", "  if constexpr (true)"),
+    "negative zeros of staged rows": ("tile/staged_rows.h", "  if constexpr (INT8 || PART == 0)", "  if constexpr (true)"),
+    "negative zeros that aren't rotated": ("tile/staged_rows.h", "  if constexpr (INT8 || PART == 0)", "  if constexpr (INT8)"),
     "groups of a run": ("general_staged.cuh", "    wait_for_copies(group);\n", ""),
     "staged tokens that don't exist": (
         "general_staged.cuh",
@@ -439,7 +440,8 @@ def test_the_emulation_sees_what_is_missing(name: str) -> None:
         q = torch.zeros(1, 1, 4, 64)
         q[..., 0::2] = -1e-45
         check(quantizer, (q, None, None), Recipe())
-        check(quantizer, (torch.full((1, 1, 4, 64), -0.0, dtype=torch.bfloat16), None, None), Recipe())
+        for rotate in (64, 0):
+            check(quantizer, (torch.full((1, 1, 4, 64), -0.0, dtype=torch.bfloat16), None, None), Recipe(rotate=rotate))
 
     with pytest.raises(AssertionError, match=r"differ|come to an end"):
         check_several()

@@ -369,10 +369,11 @@ def paged(arch: int, part: int) -> list[dict]:
 
     import fp8attn
     from fp8attn.device import ARCHITECTURES
+    from fp8attn.paged_copies import Room
     from fp8attn.pages import PagedCall, Stage
     from fp8attn.reference import Scoring
     from fp8attn.rotary import Angles
-    from fp8attn.triton import paged_append, paged_attention, paged_tensors, rotary
+    from fp8attn.triton import paged_append, paged_attention, paged_copies, paged_tensors, rotary
     from offline import architecture
 
     device, compiled = ARCHITECTURES[arch], []
@@ -434,6 +435,11 @@ def paged(arch: int, part: int) -> list[dict]:
             paged_tensors.append(foreign, q[:, :2], q[:, :2], counted, device, warmup=True)
             angles = Angles(torch.zeros(9, dim // 2), torch.zeros(9, dim // 2), interleaved=length > 1)
             rotary.turn(q, q[:, :2], counted, angles, warmup=True)
+            copied = fp8attn.PagedTensors(k.to(e4m3), k.to(e4m3), one, one)
+            for queries, of_queries in ((q, counted), (q[0].transpose(0, 1), of_packed)):
+                results = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:2], dtype=torch.float32)
+                paged_copies.copy(queries, copied, of_queries, (-1, 0), Room.of(queries, copied, of_queries, (-1, 0), 1), results, 0, warmup=True)
+            paged_copies.store_lse(torch.zeros(1, 8, 9), counted.lengths, torch.zeros(2, 8, length), warmup=True)
             rotary.turn(q[0].transpose(0, 1), None, of_packed, angles, warmup=True)
     return compiled
 
@@ -445,6 +451,8 @@ MOST_STACK = {
     "append_kernel": 160,
     "attention_kernel": 200,
     "combine_kernel": 0,
+    "copy_kernel": 0,
+    "lse_kernel": 0,
     "tensors_attention_kernel": 144,
     "write_tokens_kernel": 0,
     "rotary_kernel": 0,

@@ -728,13 +728,15 @@ def decode_params(ctas: int, numbers, softmax_scale: float, softcap: float, toke
     return p
 
 
-def decode_tensors_params(ctas: int, most: int, numbers, softmax_scale: float, softcap: float, q: torch.Tensor, *tensors_of_call) -> DecodeParams:
+def decode_tensors_params(ctas: int, queries, numbers, softmax_scale: float, softcap: float, q: torch.Tensor, *tensors_of_call) -> DecodeParams:
     """The DecodeParams that binding.cpp's decode_tensors makes from its arguments. tensors_of_call: its cache, batch and results."""
     cache, batch, results = tensors_of_call
     tensors = dict(zip(("k", "v", "k_scale", "v_scale", "sinks"), cache, strict=True))
     k, v = cache[:2]
     maps = b"".join(_slots_map(x, numbers[1]) for x in (k, v)) + bytes(2 * MAP)
+    most, leaves_longer = queries
     p = _decode_params_of((ctas, most, softmax_scale, k.size(2)), q, maps, tensors, batch, results)
+    p.leaves_longer = leaves_longer
     p.page, p.copied_tokens, p.capacity, p.left, p.right, p.part_log, p.tickets_of_head, *strides = numbers
     p.group_tickets = p.tickets + 4 * p.batches * p.kv_heads * p.tickets_of_head
     p.softcap = softcap

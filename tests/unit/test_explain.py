@@ -15,13 +15,14 @@ import pytest
 import torch
 
 import fp8attn
-from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, paged_ops, paged_tensors_ops, prepare, problem_ops
+from fp8attn import BackendUnavailable, Plan, Recipe, api, explaining, ops, paged_copies, paged_ops, paged_tensors_ops, prepare, problem_ops
 from fp8attn import quantization as quantize_ref
 from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
 from fp8attn.cuda import build, configs, prefill, quantize
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
+from fp8attn.paged_copies import Copies
 from fp8attn.recipe import FUSED_RECIPES
 from fp8attn.triton import run as triton_run
 
@@ -340,6 +341,43 @@ def test_decode_steps_beside_prompts(
     assert attention == ["decode"] * (few > 0) + ["prefill"] and tables == [few]
 
 
+@pytest.mark.parametrize(
+    "counts, few, passes", (((1, 200), 2, 1), ((5, 200), 8, 1), ((90, 200), 2, 1), ((200, 200), 0, 1), ((1, 200), 2, 3), (None, 0, 1))
+)
+def test_prompts_of_caches_of_other_engines(
+    counts: tuple[int, ...] | None, few: int, passes: int, paged_launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Rows of many queries are copied, beside rows of few ones, in as many passes as it takes."""
+
+    def copied(query: torch.Tensor, cache: Any, batch: Any, window: Any, room: Any, *others: Any) -> Copies:
+        paged_launches.append("copied")
+        return Copies.empty(cache, batch, room, query.device)
+
+    for module, name, launch in (
+        (triton_kernels.paged_copies, "copy", copied),
+        (triton_kernels.paged_copies, "store_lse", lambda *_: paged_launches.append("LSE")),
+        (triton_kernels.varlen, "table_of", lambda *_: None),
+        (cuda_run, "quantize_any", lambda *_, into: paged_launches.append("quantized")),
+        (cuda_run, "forward", lambda *_, **results: paged_launches.append("hopper")),
+    ):
+        monkeypatch.setattr(module, name, launch)
+    query, cache, batch, _ = cache_call("e4m3", 200)
+    if counts is not None:
+        query = torch.zeros(sum(counts), 8, 64, dtype=torch.bfloat16)
+        starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
+        batch = dataclasses.replace(batch, cu_seqlens=starts, max_count=max(counts))
+    if passes > 1:
+        monkeypatch.setattr(paged_copies, "MOST_BYTES", 2 * 512 * 2 * 2 * 64 - 1)
+        monkeypatch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
+    plan = fp8attn.explain_paged(query, cache, batch, backend="cuda")
+    assert not paged_launches and (plan.backend, plan.kernel, plan.compute) == ("cuda", "hopper", "e4m3")
+    assert (f"rows of at most {few} packed queries are the decode kernel's" in plan.because) == (few > 0)
+    assert (f"in {passes} passes" in " ".join(plan.because)) == (passes > 1)
+    fp8attn.paged_sdpa(query, cache, batch, backend="cuda")
+    of_pass = ["copied", "hopper"] + ["LSE"] * (counts is None)
+    assert paged_launches == ["quantized"] + ["decode_tensors"] * (few > 0) + of_pass * passes
+
+
 def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paged_ops, "asks_cuda", lambda backend, device: backend in ("auto", "cuda"))
     monkeypatch.setattr(paged_ops, "runs_kernels", lambda backend, device: True)
@@ -354,6 +392,7 @@ def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: p
     query, cache, batch, _ = cache_call("e4m3", 40)
     of_many = fp8attn.explain_paged(query, cache, batch)
     assert (of_many.backend, of_many.kernel) == ("cuda", "decode_tensors") and of_many.config is not None and of_many.config.rows == 128
+    assert any(said.startswith("not copied: rows of the batch have up to 40 queries") for said in of_many.because)
     of_few = fp8attn.explain_paged(query[:, :, :1], cache, batch)
     assert of_few.config is not None and of_few.config.rows < 64
     query, cache, batch, _ = cache_call("e4m3", 1, dim=40)

@@ -30,7 +30,7 @@ FLOORS = (
     {"reference"},
     {"call", "pages"},
     {"paged_tensors", "page_table", "rotary"},
-    {"validate"},
+    {"validate", "paged_copies"},
     {"schedule"},
     {"triton", "cuda"},
     {"ops"},

@@ -13,17 +13,19 @@ constexpr int64_t MOST_STRIDE = 1 << 24;  // elements from one row to the next, 
 constexpr int LARGEST_PART = 64;          // channels that a thread can rotate together
 
 // How the threads of a CTA divide SCALE_BLOCK rows. A thread has a row, and of it every `groups`-th unit: the channels
-// that are rotated together. Threads of a group have the same units, those of a warp adjacent rows.
+// that are rotated together, or a chunk if PART is 0: none are. Threads of a group have the same units, those of a warp
+// adjacent rows.
 template <int PART>
 struct RowUnits {
-  static constexpr int count = PART < 32 ? 32 / PART : 1;                // units of a thread
-  static constexpr int chunks = count * PART / CHUNK;                    // that a thread copies, at most
-  static constexpr int most_groups = 256 / (count * PART);               // of the largest head dim
-  static constexpr int most_threads = PART < LARGEST_PART ? 1024 : 768;  // of an SM, by the registers of a thread
+  static constexpr int size = PART > 0 ? PART : CHUNK;                   // channels of a unit
+  static constexpr int count = size < 32 ? 32 / size : 1;                // units of a thread
+  static constexpr int chunks = count * size / CHUNK;                    // that a thread copies, at most
+  static constexpr int most_groups = 256 / (count * size);               // of the largest head dim
+  static constexpr int most_threads = size < LARGEST_PART ? 1024 : 768;  // of an SM, by the registers of a thread
 
   int units, groups;
 
-  __host__ __device__ explicit RowUnits(int head_dim) : units(head_dim / PART), groups((units + count - 1) / count) {}
+  __host__ __device__ explicit RowUnits(int head_dim) : units(head_dim / size), groups((units + count - 1) / count) {}
 
   __host__ __device__ int threads() const { return groups * SCALE_BLOCK; }
   __device__ int row() const { return threadIdx.x % SCALE_BLOCK; }
@@ -84,30 +86,32 @@ struct StagedRows {
   }
 };
 
-// Rotates a unit: rotation.rotate, with its order of additions. Only signs of zeros may differ. The division by PART is
-// exact, so that it may be fused into the first sum.
-template <int PART, typename T>
-__device__ void rotate_unit(float (&y)[PART], const uint4* from) {
+// Loads a unit, and rotates it: rotation.rotate, with its order of additions. Only signs of zeros may differ. The
+// division by PART is exact, so that it may be fused into the first sum.
+template <int PART, typename T, int SIZE>
+__device__ void load_unit(float (&y)[SIZE], const uint4* from) {
 #pragma unroll
-  for (int i = 0; i < PART; i += CHUNK) {
+  for (int i = 0; i < SIZE; i += CHUNK) {
     const uint4 words = from[i / CHUNK];
     const float2 pairs[] = {Pair<T>::floats(words.x), Pair<T>::floats(words.y), Pair<T>::floats(words.z), Pair<T>::floats(words.w)};
 #pragma unroll
     for (int j = 0; j < CHUNK / 2; ++j) y[i + 2 * j] = pairs[j].x, y[i + 2 * j + 1] = pairs[j].y;
   }
-  constexpr auto factor = [](int channel) { return (sign_bit(channel) ? -1.0f : 1.0f) / PART; };
+  if constexpr (PART > 0) {
+    constexpr auto factor = [](int channel) { return (sign_bit(channel) ? -1.0f : 1.0f) / PART; };
 #pragma unroll
-  for (int i = 0; i < PART; i += 2) {
-    const float low = __fmul_rn(y[i], factor(i)), high = y[i + 1];
-    y[i] = fmaf(high, factor(i + 1), low), y[i + 1] = fmaf(high, -factor(i + 1), low);
+    for (int i = 0; i < PART; i += 2) {
+      const float low = __fmul_rn(y[i], factor(i)), high = y[i + 1];
+      y[i] = fmaf(high, factor(i + 1), low), y[i + 1] = fmaf(high, -factor(i + 1), low);
+    }
+    transform_in_lane<2>(y);
   }
-  transform_in_lane<2>(y);
 }
 
-// Four codes. No zero is negative.
-template <bool INT8>
-__device__ uint32_t codes_of_rotated(const float* y, float factor) {
-  if constexpr (INT8)
+// Four codes of a unit. No zero is negative if it is rotated.
+template <int PART, bool INT8>
+__device__ uint32_t codes_of_unit(const float* y, float factor) {
+  if constexpr (INT8 || PART == 0)
     return codes_of<INT8>(y, factor);
   else
     return ptx::e4m3x4(fmaf(y[0], factor, 0.0f), fmaf(y[1], factor, 0.0f), fmaf(y[2], factor, 0.0f), fmaf(y[3], factor, 0.0f));

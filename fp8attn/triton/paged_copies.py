@@ -1,0 +1,259 @@
+"""Copies of rows of e4m3 caches of other engines, as fp8attn/paged_copies.py defines them, in one launch; and the LSE
+of queries that attended to them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..device import device_of
+from ..paged_copies import Copies, Room
+from ..paged_tensors import PagedTensors, counted_window
+from ..pages import PAGE, PagedBatch, tokens_of
+from ..reference import Window
+from .launch import ceil_div, launch
+from .paged_append import page_number
+from .paged_tensors import Traits, bytes_of, load_slots, place_of, scale_arguments
+from .quantize_steps import power_of_2
+from .tile import E4M3_NAN, SCALE_BLOCK, is_finite, key_of_slot
+from .varlen import SEARCH, begins_of, spans_of
+
+PROGRAMS = 16
+"""Programs that copy, for each multiprocessor: those of long rows have several blocks."""
+
+CLEARED: tl.constexpr = tl.constexpr(16)  # queries that are cleared at a time
+WORDS: tl.constexpr = tl.constexpr(PAGE // 4)  # of a channel of a block
+
+
+@triton.jit
+def new_tokens_of(row, cu_seqlens, lengths, length, inside):
+    """Of rows of a batch, a tensor or a number: the first new token among packed ones, how many were given, and the
+    tokens of the sequence; 0 where not `inside`."""
+    if cu_seqlens is None:
+        begin = row * 0
+        given = tl.where(inside, length, 0)
+    else:
+        begin, given = spans_of(cu_seqlens, None, row, length, inside)
+    return begin, given, tl.maximum(tl.load(lengths + row, mask=inside, other=0), 0)
+
+
+@triton.jit
+def round_up(n):
+    return tl.cdiv(n, SCALE_BLOCK) * SCALE_BLOCK
+
+
+@triton.jit
+def wanted_before(row, cu_seqlens, lengths, length, few, most):
+    """The tokens that rows before one would take."""
+    lanes = tl.arange(0, SEARCH)
+    found = tl.zeros([SEARCH], tl.int64)
+    for first in range(0, row, SEARCH):
+        index = first + lanes
+        _, given, end = new_tokens_of(index, cu_seqlens, lengths, length, index < row)
+        found += tl.where(given > few, round_up(tl.minimum(end, most)), 0)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def clear_queries(out, lse, first_row, row_step, lse_at, first, real, given, step, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """One head's queries from `first` on, CLEARED at a time: NaN before `real`, then zeros and -inf. `row_step`: rows
+    between two queries."""
+    channels = tl.arange(0, WIDTH)
+    for start in range(first, given, step):
+        query = start + tl.arange(0, CLEARED)
+        at = (first_row + query.to(tl.int64) * row_step) * DIM
+        where = (query < given)[:, None] & (channels < DIM)[None, :]
+        value = tl.where(query < real, float("nan"), 0.0)
+        tl.store(
+            out + at[:, None] + channels[None, :], (value[:, None] + tl.zeros([CLEARED, WIDTH], tl.float32)).to(out.dtype.element_ty), mask=where
+        )
+        tl.store(lse + lse_at + query, tl.where(query < real, float("nan"), -float("inf")), mask=query < given)
+
+
+@triton.jit
+def load_tokens(token, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C: tl.constexpr):
+    """Codes of one head's tokens (N,), keys (N, width) and values (N, value width): NaN and zeros of those that make
+    rows NaN which see them."""
+    index, slot = place_of(token, page, C)
+    number, exists = page_number(table, tl.where(token < longest, index, table_width), table_width, every_page)
+    exists = exists & (token < used)
+    key = load_slots(k, k_strides, number, slot, exists, C.dim, C.width)
+    value = load_slots(v, v_strides, number, slot, exists, C.value_dim, C.value_width)
+    bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | spoiled
+    return tl.where(bad[:, None], E4M3_NAN, key).to(tl.uint8), tl.where(bad[:, None], 0, value).to(tl.uint32)
+
+
+@triton.jit
+def store_keys(to, token, used, key, C: tl.constexpr):
+    """Store keys (N, width) of tokens (N,)."""
+    columns = tl.arange(0, C.width)
+    tl.store(to + token.to(tl.int64)[:, None] * C.dim + columns[None, :], key, mask=(token < used)[:, None] & (columns < C.dim)[None, :])
+
+
+@triton.jit(
+    do_not_specialize=[
+        "rows_of_batch",
+        "q_heads",
+        "kv_heads",
+        "length",
+        "table_width",
+        "every_page",
+        "page",
+        "left",
+        "right",
+        "few",
+        "most",
+        "longest",
+        "beyond",
+        "room",
+        "of_pass",
+        "number",
+        "chunks",
+    ]
+)
+def copy_kernel(
+    k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, lengths, counts, cu_seqlens,
+    q_starts, queries, k_starts, keys, copied_k, copied_k_scale, copied_v, copied_v_scale, out, lse, rows_of_batch, q_heads, kv_heads,
+    length, table_stride, table_width, every_page, page, left, right, few, most, longest, beyond, room, of_pass, number, chunks, C: tl.constexpr,
+):  # fmt: skip
+    """Grid: chunks x kv_heads x rows of the batch, in one dimension. A program copies every chunks-th block of a row.
+
+    Queries that are no tokens get zeros and -inf, and NaN those behind the tokens that a row has room for.
+
+    Args:
+        k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes.
+        k_scale, v_scale: strides over rows of the batch, pages, slots and heads.
+        q_starts, queries, k_starts, keys: of paged_copies.Spans.
+        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, values as words of four codes.
+        out, lse: (B, Hq, S, Dv) and (B, Hq, S); or packed, (T, Hq, Dv) and (Hq, T).
+        few, longest, beyond, room, of_pass: of paged_copies.Room, `room` its tokens. number: of the pass.
+    """
+    VALUE_WIDTH: tl.constexpr = C.value_width
+    program = tl.program_id(0)
+    chunk = program % chunks
+    head = (program // chunks % kv_heads).to(tl.int64)
+    row = (program // chunks // kv_heads).to(tl.int64)
+    begin, given, end = new_tokens_of(row, cu_seqlens, lengths, length, row < rows_of_batch)
+    count = given
+    if counts is not None:
+        count = tl.load(counts + row)
+    count = tl.maximum(tl.minimum(tl.minimum(count, given), end), 0)
+    used = tl.minimum(end, longest + beyond)
+    seeing = tl.maximum(count - (end - used), 0)
+    before = wanted_before(row, cu_seqlens, lengths, length, few, longest + beyond) - number.to(tl.int64) * of_pass
+    copied = (given > few) & (before >= 0) & (before < of_pass)
+    before = tl.minimum(tl.maximum(before, 0), room)
+    if (head == 0) & (chunk == 0):
+        tl.store(q_starts + row, (row * q_heads * length).to(tl.int32))
+        tl.store(queries + row, tl.where(copied, seeing, 0))
+        tl.store(k_starts + row, before.to(tl.int32))
+        tl.store(keys + row, tl.where(copied, used, 0))
+        if row == rows_of_batch - 1:
+            tl.store(q_starts + rows_of_batch, rows_of_batch * q_heads * length)
+            tl.store(k_starts + rows_of_batch, room)
+    group = q_heads // kv_heads
+    if cu_seqlens is not None:  # tokens behind the last row
+        tail = begins_of(cu_seqlens, rows_of_batch, length, rows_of_batch >= 0) + (row * chunks + chunk) * CLEARED
+        for own in range(0, group):
+            q_head = head * group + own
+            clear_queries(out, lse, q_head, q_heads, q_head * length, tail, 0, length, rows_of_batch * chunks * CLEARED, C.value_dim, VALUE_WIDTH)
+    if copied:
+        for own in range(0, group):
+            q_head = head * group + own
+            if cu_seqlens is None:
+                first_row, step, lse_at = (row * q_heads + q_head) * length, 1, (row * q_heads + q_head) * length
+            else:
+                first_row, step, lse_at = begin.to(tl.int64) * q_heads + q_head, q_heads, q_head * length + begin
+            clear_queries(out, lse, first_row, step, lse_at, seeing + chunk * CLEARED, count, given, chunks * CLEARED, C.value_dim, VALUE_WIDTH)
+
+        own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
+        own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
+        finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
+        spoiled = (given > most) | ((right < 0) & (end > longest)) | (finite == 0)
+        channels = tl.arange(0, VALUE_WIDTH)
+        if chunk == 0:
+            at = copied_v_scale + (row * kv_heads + head) * C.value_dim + channels
+            tl.store(at, tl.where(finite, own_v_scale, 0.0) + tl.zeros([VALUE_WIDTH], tl.float32), mask=channels < C.value_dim)
+        k += head * k_strides[2]
+        v += head * v_strides[2]
+        table = page_table + row * table_stride
+        pages = room // SCALE_BLOCK + rows_of_batch
+        first_page = before // SCALE_BLOCK + row  # layout.first_unit
+        copied_k += (head * room + before) * C.dim
+        copied_v += (head * C.value_dim * pages + first_page) * WORDS
+        copied_k_scale += head * pages + first_page
+        words = tl.arange(0, WORDS)
+        least = tl.where(left < 0, 0, tl.maximum(used - seeing - left, 0) // SCALE_BLOCK)
+        for block in range(least + chunk, tl.cdiv(used, SCALE_BLOCK), chunks):
+            # a word has four slots
+            slot = block * SCALE_BLOCK + 4 * words
+            t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
+            k0, v0 = load_tokens(t0, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
+            k1, v1 = load_tokens(t1, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
+            k2, v2 = load_tokens(t2, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
+            k3, v3 = load_tokens(t3, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
+            store_keys(copied_k, t0, used, k0, C)
+            store_keys(copied_k, t1, used, k1, C)
+            store_keys(copied_k, t2, used, k2, C)
+            store_keys(copied_k, t3, used, k3, C)
+            at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + block * WORDS + words[None, :]
+            tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
+            tl.store(copied_k_scale + block, tl.where(finite, own_k_scale, 1.0))
+
+
+def copy(
+    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, window: Window, room: Room, results: tuple[torch.Tensor, torch.Tensor], number: int,
+    *, warmup: bool = False,
+) -> Copies:  # fmt: skip
+    """paged_copies.copy by a kernel.
+
+    Args:
+        q: (B, Hq, S, D), or packed (T, Hq, D).
+        results: output and LSE, (B, Hq, S, Dv) and (B, Hq, S), or (T, Hq, Dv) and (Hq, T), contiguous. Queries of
+            copied rows that are no tokens are cleared, and packed ones of no row.
+        number: of the pass.
+        warmup: compile only.
+    """
+    copies, rows, table = Copies.empty(cache, batch, room, q.device), batch.lengths.shape[0], batch.page_table
+    spans, kv_heads, device = copies.spans, cache.kv_heads, device_of(q.device)
+    chunks = max(min(room.of_row // PAGE, ceil_div(PROGRAMS * device.sm_count, rows * kv_heads)), 1)
+    k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
+    launch(
+        copy_kernel, (chunks * kv_heads * rows,),
+        k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts, batch.cu_seqlens,
+        spans.q, spans.queries, spans.k, spans.keys, copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale, *results,
+        rows, q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cache.k.shape[0], cache.page, *counted_window(window),
+        room.few, batch.most_queries(q), room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, Traits.of(cache, device),
+        num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) // 16, 1), warmup=warmup,
+    )  # fmt: skip
+    return copies
+
+
+@triton.jit(do_not_specialize=["q_heads", "length", "tokens"])
+def lse_kernel(packed, queries, lse, q_heads, length, tokens, N: tl.constexpr):
+    """The LSE (B, Hq, S) of rows whose queries were packed, each in S of all tokens of a head.
+
+    Grid: chunks of N queries x heads x rows of the batch, in one dimension.
+
+    Args:
+        packed: (1, Hq, tokens).
+        queries: of paged_copies.Spans.
+    """
+    chunks = tl.cdiv(length, N)
+    program = tl.program_id(0)
+    head = (program // chunks % q_heads).to(tl.int64)
+    row = (program // chunks // q_heads).to(tl.int64)
+    query = program % chunks * N + tl.arange(0, N)
+    own = query < tl.load(queries + row)
+    found = tl.load(packed + head * tokens + row * q_heads * length + query, mask=own, other=0.0)
+    tl.store(lse + (row * q_heads + head) * length + query, found, mask=own)
+
+
+def store_lse(packed: torch.Tensor, queries: torch.Tensor, lse: torch.Tensor, *, warmup: bool = False) -> None:
+    """Store the LSE of packed queries (1, Hq, T) to lse (B, Hq, S). `queries`: of paged_copies.Spans."""
+    rows, heads, length = lse.shape
+    launch(
+        lse_kernel, (ceil_div(length, 1024) * heads * rows,), packed, queries, lse, heads, length, packed.shape[2], 1024,
+        num_warps=4, warmup=warmup,
+    )  # fmt: skip

@@ -1,0 +1,135 @@
+"""The Triton kernel that copies rows of other engines' caches broken on purpose: the comparison with the definition must see each mutant."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from conftest import GPU
+
+from copying import check_copies, in_passes, packed, room_of, spoiled
+from foreign import Case
+from fp8attn.triton import paged_copies as kernels
+
+pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions they were compiled with")
+
+DEVICE = torch.device("cpu")
+CASE = Case((300, 129, 257), 40, 16, 2, 3, 64, 64, scales=("row", "head"), seed=1)
+
+original_load, original_store, original_clear = kernels.load_tokens, kernels.store_keys, kernels.clear_queries
+original_before, original_new, original_slot = kernels.wanted_before, kernels.new_tokens_of, kernels.key_of_slot
+original_round, original_finite, original_page = kernels.round_up, kernels.is_finite, kernels.page_number
+
+
+@triton.jit
+def values_that_are_nan_unseen(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C: tl.constexpr):
+    key, value = original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C)
+    return tl.where(key == 0x7F, 0, key).to(tl.uint8), value
+
+
+@triton.jit
+def tokens_behind_the_last(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C: tl.constexpr):
+    return original_load(token, used + 1, longest + 1, table, width, k, k_strides, v, v_strides, every, page, spoiled, C)
+
+
+@triton.jit
+def rows_that_are_not_spoiled(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C: tl.constexpr):
+    return original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled & False, C)
+
+
+@triton.jit
+def any_page(table, page, width, every_page):
+    number, exists = original_page(table, page, width, every_page)
+    return number, exists | True
+
+
+@triton.jit
+def keys_of_other_tokens(to, token, used, key, C: tl.constexpr):
+    original_store(to, token ^ 1, used, key, C)
+
+
+@triton.jit
+def queries_that_stay(out, lse, first_row, row_step, lse_at, first, real, given, step, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    original_clear(out, lse, first_row, row_step, lse_at, first + 1, real, given, step, DIM, WIDTH)
+
+
+@triton.jit
+def zeros_in_place_of_nan(out, lse, first_row, row_step, lse_at, first, real, given, step, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    original_clear(out, lse, first_row, row_step, lse_at, first, 0, given, step, DIM, WIDTH)
+
+
+@triton.jit
+def rows_of_few_count(row, cu_seqlens, lengths, length, few, most):
+    return original_before(row, cu_seqlens, lengths, length, -1, most)
+
+
+@triton.jit
+def long_rows_count_whole(row, cu_seqlens, lengths, length, few, most):
+    return original_before(row, cu_seqlens, lengths, length, few, 1 << 20)
+
+
+@triton.jit
+def lengths_below_zero(row, cu_seqlens, lengths, length, inside):
+    begin, given, _ = original_new(row, cu_seqlens, lengths, length, inside)
+    return begin, given, tl.load(lengths + row, mask=inside, other=0)
+
+
+@triton.jit
+def parts_of_blocks(n):
+    return n
+
+
+@triton.jit
+def any_scale(x):
+    return original_finite(x) | True
+
+
+MUTANTS = {
+    "NaN of values": ("load_tokens", values_that_are_nan_unseen),
+    "tokens behind the last one": ("load_tokens", tokens_behind_the_last),
+    "rows with too many queries": ("load_tokens", rows_that_are_not_spoiled),
+    "any page": ("page_number", any_page),
+    "keys of other tokens": ("store_keys", keys_of_other_tokens),
+    "tokens in order": ("key_of_slot", lambda slot: slot),
+    "queries that stay": ("clear_queries", queries_that_stay),
+    "zeros in place of NaN": ("clear_queries", zeros_in_place_of_nan),
+    "rows of few queries": ("wanted_before", rows_of_few_count),
+    "rows that are too long": ("wanted_before", long_rows_count_whole),
+    "lengths below zero": ("new_tokens_of", lengths_below_zero),
+    "parts of blocks": ("round_up", parts_of_blocks),
+    "scales that aren't finite": ("is_finite", any_scale),
+}
+
+
+def check() -> None:
+    """Packed rows of few and of many queries, one of too many; lengths, pages, values and scales that aren't right; and passes."""
+    for seed in range(6):
+        one = replace(CASE, window=(-1, 0) if seed % 2 else (100, 3)).call(DEVICE)
+        for call, few in ((one, 0), (packed(CASE.call(DEVICE), [40, 2, 30], 3, 35), 2)):
+            for x in (call.cache.k, call.cache.v):  # page 0, which is read in place of a missing one, has finite tokens
+                x[0].view(torch.uint8).zero_()
+            call = spoiled(call, seed)
+            check_copies(call, room_of(call, few))
+    for length in (1 << 30, -3, 290):
+        call = packed(CASE.call(DEVICE), [40, 2, 30], 3, None)
+        call.batch.lengths[0] = length
+        check_copies(call, room_of(call, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        call = CASE.call(DEVICE)
+        room = in_passes(patch, call, 0)
+    for number in range(room.passes):
+        check_copies(call, room, number)
+
+
+def test_copying_itself_passes() -> None:
+    check()
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutant_of_copying_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, *MUTANTS[name])
+    with pytest.raises((AssertionError, IndexError)):
+        check()

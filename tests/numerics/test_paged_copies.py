@@ -1,0 +1,254 @@
+"""Copies of rows of other engines' caches: the kernel copies what the definition says, attention to copies is attention to the cache, and
+calls of prompts, chunks and steps take both kernels together."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fp8attn
+from closeness import E4M3_STEP, assert_matches_pipeline, relative
+from copying import check_copies, in_passes, ints, packed, room_of, spoiled
+from foreign import Call, Case
+from fp8attn import PagedBatch, ops, paged_copies, paged_tensors, paged_tensors_ops, reference
+from fp8attn.cuda.configs import KEYS
+from fp8attn.pages import tokens_of
+from fp8attn.quantization import quantize_q
+
+GROUPS_OF_ROWS = st.sampled_from(("tensor", "head", "row"))
+
+any_cases = st.builds(
+    Case,
+    lengths=st.lists(st.sampled_from((0, 1, 70, 127, 128, 129, 257, 300)), min_size=1, max_size=4).map(tuple),
+    queries=st.sampled_from((5, 40, 150)),
+    page=st.sampled_from((16, 48, 256)),
+    kv_heads=st.integers(1, 2),
+    group=st.sampled_from((1, 3)),
+    dim=st.sampled_from((32, 64, 128)),
+    value_dim=st.sampled_from((64, 72, 128)),
+    scales=st.tuples(GROUPS_OF_ROWS, GROUPS_OF_ROWS),
+    layout=st.sampled_from(("tokens first", "heads first", "both in a page")),
+    window=st.sampled_from(((-1, 0), (-1, 0), (20, 0), (130, 5), (-1, -1))),
+    ragged=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+
+
+def drawn_call(case: Case, device: torch.device, counts: list[int], how: int) -> tuple[Call, int]:
+    """A call of a case, and the queries of a row up to which it isn't copied. how: whether it is packed and spoiled."""
+    call = replace(case, ragged=case.ragged and how % 2 == 0).call(device)
+    few = 0
+    if how % 2:
+        numbers = (counts * 4)[: len(case.lengths)]
+        call, few = packed(call, numbers, 1 + how % 3, (None, 50, 10)[how % 3]), how % 4
+    if how % 5 == 0:
+        call = replace(call, batch=replace(call.batch, max_length=(128, 300)[how % 2]))
+    return (spoiled(call, how // 2) if how % 7 < 4 else call), few
+
+
+drawn_counts = st.lists(st.sampled_from((0, 1, 3, 40)), min_size=2, max_size=4)
+
+
+@settings(max_examples=30)
+@given(case=any_cases, counts=drawn_counts, how=st.integers(0, 2**20))
+def test_the_kernel_copies_what_the_definition_says(device: torch.device, case: Case, counts: list[int], how: int) -> None:
+    """All of it, in every pass, and clears queries that attend to nothing."""
+    call, few = drawn_call(case, device, counts, how)
+    if call.q.numel() == 0:
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        room = in_passes(patch, call, few) if how % 3 == 0 else room_of(call, few)
+    check_copies(call, room, how % room.passes)
+
+
+def by_oracle(call: Call, exact: bool | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention to copies by the oracle of the kernels for packed sequences, and which queries it is of: as the call has them."""
+    q, device, tokens = call.q, call.q.device, tokens_of(call.q)
+    room = room_of(call, 0)
+    copies = paged_copies.copy(q, call.cache, call.batch, call.how.window, room)
+    codes = quantize_q(paged_tensors_ops._as_batch(q).contiguous(), paged_tensors.QUERIES)
+    if q.dim() == 3:
+        codes = replace(codes, data=codes.data.transpose(1, 2).contiguous().transpose(1, 2))
+    one = paged_tensors_ops._call_of(q, copies, codes, call.batch, call.how, torch.float32, room.longest)
+    arithmetic = reference.Arithmetic(KEYS, exact=exact, caps_codes=exact is not None)
+    out, lse = ops.of_sequences(one, functools.partial(ops.modelled, one, arithmetic))
+    if q.dim() == 3:
+        found = torch.zeros(tokens, dtype=torch.bool, device=device)
+        assert call.batch.cu_seqlens is not None
+        for begin, count in zip(call.batch.cu_seqlens.tolist(), copies.spans.queries.tolist(), strict=False):
+            found[begin : begin + count] = True
+        return out[0].transpose(0, 1), lse[0], found
+    rows, heads, length = q.shape[:3]
+    places = torch.arange(rows, device=device)[:, None] * heads * length + torch.arange(length, device=device)
+    found = torch.arange(length, device=device) < copies.spans.queries[:, None]
+    return out[0][:, places].transpose(0, 1), lse[0][:, places].transpose(0, 1), found
+
+
+def parts(x: tuple[torch.Tensor, torch.Tensor], where: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and LSE of some queries of a call: of a batch those of (B, S), of packed ones those of (T,)."""
+    out, lse = x
+    return (out[where], lse.transpose(0, 1)[where]) if where.dim() == 1 else (out.transpose(1, 2)[where], lse.transpose(1, 2)[where])
+
+
+@settings(max_examples=20)
+@given(case=any_cases, counts=drawn_counts, how=st.integers(0, 2**20))
+def test_attention_to_copies_is_attention_to_the_cache(device: torch.device, case: Case, counts: list[int], how: int) -> None:
+    """Up to the rounding of P, in other blocks; and it is NaN where that is."""
+    call, _ = drawn_call(replace(case, value_dim=case.dim), device, counts, how)
+    call = replace(call, batch=replace(call.batch, max_length=None))
+    if call.q.numel() == 0:
+        return
+    *found, where = by_oracle(call)
+    (out, lse), (wanted, wanted_lse) = (
+        parts((found[0], found[1]), where),
+        parts(paged_tensors.attend(call.q, call.cache, call.batch, call.how), where),
+    )
+    assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(lse.isnan(), wanted_lse.isnan())
+    torch.testing.assert_close(lse.nan_to_num(0.0, 0.0, 0.0), wanted_lse.nan_to_num(0.0, 0.0, 0.0), rtol=1e-4, atol=1e-4)
+    if wanted.numel():
+        assert relative(out.nan_to_num(), wanted.nan_to_num()) <= 0.03
+
+
+LONG = Case((900, 513, 2048), 513, 64, 2, 2, 128, 128, query_dtype=torch.bfloat16)
+
+CALLS = {
+    "a batch": LONG,
+    "prompts": replace(LONG, lengths=(513, 513), scales=("row", "row")),
+    "counts": replace(LONG, ragged=True),
+    "a window": replace(LONG, window=(200, 0), sinks=True),
+    "both sides": replace(LONG, window=(100, 7)),
+    "all keys": replace(LONG, window=(-1, -1), softcap=5.0),
+    "64 channels": replace(LONG, dim=64, value_dim=64, group=4, layout="heads first"),
+    "256 channels": replace(LONG, dim=256, value_dim=256, page=16),
+}
+
+COUNTS = {
+    "of several queries": ([513, 5, 4], 513),
+    "of all kinds": ([513, 1, 3], None),
+    "of a known most": ([400, 513, 1], 513),
+    "as many each": ([300, 300, 300], 300),
+}
+
+
+def answer(call: Call, backend: str = "auto") -> tuple[torch.Tensor, torch.Tensor]:
+    how = call.how
+    return fp8attn.paged_sdpa(
+        call.q, call.cache, call.batch, window=how.window, softcap=how.softcap, sinks=how.sinks, out_dtype=torch.float32, return_lse=True,
+        backend=backend,
+    )  # type: ignore[return-value]  # fmt: skip
+
+
+def is_copied(call: Call) -> bool:
+    how = call.how
+    options = dict(window=how.window, softcap=how.softcap, sinks=how.sinks)
+    return fp8attn.explain_paged(call.q, call.cache, call.batch, **options).kernel == "hopper"
+
+
+def check_on_a_gpu(call: Call) -> None:
+    """A call is close to the oracle of the cache, and where rows are copied it is what the oracle of the pipeline says."""
+    plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
+    assert isinstance(plan, paged_tensors_ops.Copying) and is_copied(call)
+    out, lse = answer(call)
+    wanted, wanted_lse = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
+    assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(lse.isnan(), wanted_lse.isnan()) and torch.equal(lse.isinf(), wanted_lse.isinf())
+    assert relative(out.nan_to_num(), wanted.nan_to_num()) <= 0.06
+    *oracle, where = by_oracle(call, plan.config.exact)
+    if call.batch.cu_seqlens is not None:
+        edges = call.batch.cu_seqlens.tolist()
+        for begin, end in itertools.pairwise(edges):
+            where[begin:end] &= end - begin > plan.room.few
+    (found, found_lse), (expected, expected_lse) = parts((out, lse), where), parts((oracle[0], oracle[1]), where)
+    assert found.numel()
+    assert_matches_pipeline(found, expected, False, expected_lse)
+    error = (found_lse - expected_lse).abs()  # P's codes are what is added up
+    error = error[error.isfinite()]
+    assert float(error.max()) <= math.log1p(E4M3_STEP) and float(error.median()) <= 2e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_of_many_queries_are_copied(device: torch.device, name: str) -> None:
+    check_on_a_gpu(CALLS[name].call(device))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("name", ("a batch", "a window", "64 channels"))
+def test_packed_rows_of_many_queries_are_copied(device: torch.device, name: str, counts: str) -> None:
+    """Beside rows of few, which aren't."""
+    numbers, most = COUNTS[counts]
+    check_on_a_gpu(packed(CALLS[name].call(device), numbers, 0 if counts == "as many each" else 5, most))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("seed", range(6))
+def test_what_is_not_there_or_not_finite_reaches_the_rows_that_see_it(device: torch.device, seed: int) -> None:
+    check_on_a_gpu(spoiled(LONG.call(device), seed))
+    check_on_a_gpu(spoiled(packed(LONG.call(device), [513, 2, 513], 3, None), seed))
+
+
+@pytest.mark.gpu
+def test_passes_have_the_bits_of_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    for call in (LONG.call(device), packed(LONG.call(device), [513, 2, 513], 3, None)):
+        with pytest.MonkeyPatch.context() as patch:
+            expected = answer(call)
+            room = in_passes(patch, call, 0)
+            assert room.passes > 1
+            fp8attn.eager.forget()
+            found = answer(call)
+            plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
+            assert isinstance(plan, paged_tensors_ops.Copying) and plan.room.passes > 1
+        for x, y in zip(found, expected, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.gpu
+def test_lengths_and_counts_change_between_replays(device: torch.device) -> None:
+    """One graph attends to prompts, chunks and steps, and repeated calls are the first ones."""
+    call = packed(LONG.call(device), [513, 2, 500], 0, 513)
+    for _ in range(3):  # compiled, recorded, repeated
+        first = answer(call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = answer(call)
+    assert call.batch.cu_seqlens is not None
+    for lengths, counts in (
+        ((900, 513, 2048), (513, 2, 500)),
+        ((513, 3, 600), (513, 1, 501)),
+        ((64, 513, 2000), (1, 513, 500)),
+        ((9, 8, 7), (5, 5, 5)),
+    ):
+        call.batch.lengths.copy_(ints(lengths, device))
+        call.batch.cu_seqlens.copy_(ints([0, *itertools.accumulate(counts)], device))
+        graph.replay()
+        wanted, wanted_lse = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
+        assert torch.equal(found[1].isinf(), wanted_lse.isinf()) and relative(found[0], wanted) <= 0.06
+    call.batch.lengths.copy_(ints((900, 513, 2048), device))
+    call.batch.cu_seqlens.copy_(ints((0, 513, 515, 1015), device))
+    for x, y in zip(answer(call), first, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_what_is_not_copied(device: torch.device) -> None:
+    """Rows of few queries, other caches, and batches whose rows don't depend on each other; and far too many long rows for few queries."""
+    call = LONG.call(device)
+    other = replace(LONG, dtype=torch.bfloat16).call(device)
+    by_token = replace(LONG, scales=("token", "token")).call(device)
+    wide = PagedBatch(call.batch.page_table.repeat(100, 200), call.batch.lengths.repeat(100), cu_seqlens=ints([0] * 300 + [400], device))
+    for q, cache, batch, said in (
+        (call.q[:, :, :192], call.cache, call.batch, "up to 192 queries; it takes more than 192"),
+        (call.q, other.cache, call.batch, "k is torch.bfloat16; it takes e4m3"),
+        (call.q, by_token.cache, call.batch, "scales are per token"),
+        (call.q, call.cache, replace(call.batch, batch_invariant=True), "batch_invariant"),
+        (call.q[0].transpose(0, 1)[:400].contiguous(), call.cache, wide, "passes; there are 400 queries"),
+    ):
+        planned = paged_tensors_ops.plan_copying(q, cache, batch, call.how)
+        assert isinstance(planned, str) and said in planned, planned
