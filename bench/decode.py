@@ -107,6 +107,8 @@ PREFILL = (
     DecodeCase("prefill 16k D64", (16384,), 32, 32, 64, queries=16384),
     DecodeCase("prefill 16k D256", (16384,), 8, 8, 256, queries=16384),
     DecodeCase("chunk of 2k, 64k 32/8", (65536,), queries=2048),
+    DecodeCase("prefill 4 × 4k 16/8", (4096,) * 4, 16, queries=4096),
+    DecodeCase("8 chunks of 1k, 4k 32/8", (4096,) * 8, queries=1024),
     # turns of a chat
     DecodeCase("chunk of 100, 32k 32/8", (32768,), queries=100),
     DecodeCase("32 chunks of 100, 4k 32/8", (4096,) * 32, queries=100),
@@ -386,7 +388,7 @@ PREFILL_ROWS = (
     Row("fp8attn dense", functools.partial(_dense, False)),
     Row("fp8attn dense, quantized", functools.partial(_dense, True)),
     Row("fp8attn cuda, appended", _prefill_alone, needs=needs_gpu),
-    *(row for row in ROWS if not any(part in row.name for part in ("tensors", "SDPA", "invariant"))),
+    *(row for row in ROWS if not any(part in row.name for part in ("by token", "e4m3 triton", "bf16 triton", "SDPA", "invariant"))),
 )
 
 

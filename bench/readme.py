@@ -344,6 +344,20 @@ def prefill() -> str:
     return f"{_machines(records, lambda record: record['backend'])}:\n\n{markdown_table(head, rows, 1)}"
 
 
+def prefill_tensors() -> str:
+    """Prefill of the caches of other engines: microseconds, beside a `KVCache` and FlashAttention-3, and the error."""
+    records = _lines("prefill_tensors")
+    names = ("fp8attn tensors e4m3", "fp8attn tensors bf16", "fp8attn cuda, appended", "FA3 e4m3 two-level", "FA3 bf16 of vLLM")
+    rows = []
+    for (case,), by in _by_case(records, "case").items():
+        times = [by.get(name, {}).get("p50_us") for name in names]
+        over = None if times[0] is None or times[3] is None else times[3] / times[0]
+        errors = [number_of(by.get(name, {}).get("relative_l2"), ".4f") for name in (names[0], names[3])]
+        rows.append([case, *(number_of(us, ".0f") for us in times), number_of(over, ".2f"), *errors])
+    head = ("case", *names[:2], "`KVCache`", *names[3:], "×", "relative L2", "of FA3")
+    return f"{_machines(records, lambda record: record['backend'])}:\n\n{markdown_table(head, rows, 1)}"
+
+
 def models() -> str:
     """Whole models: milliseconds of a forward, and speed over PyTorch's fastest attention."""
     records = _lines("models")
@@ -528,6 +542,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "masks": if_measured("masks", masks),
     "decode": if_measured("decode", decode),
     "prefill": if_measured("prefill", prefill),
+    "prefill_tensors": if_measured("prefill_tensors", prefill_tensors),
     "models": models,
     "distributed": distributed,
     "scaling": scaling,

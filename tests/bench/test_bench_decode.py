@@ -103,6 +103,8 @@ def test_the_table_of_prefills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     (tmp_path / "prefill.jsonl").write_text("".join(json.dumps(result.record() | about) + "\n" for result in results))
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     assert readme.prefill().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 1.00 | 80 (75%) | 80 | 80 | 80 | – |"
+    (tmp_path / "prefill.jsonl").rename(tmp_path / "prefill_tensors.jsonl")
+    assert readme.prefill_tensors().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 80 | 80 | – | 1.00 | – | – |"
 
 
 @pytest.mark.parametrize("queries, options", (
@@ -110,7 +112,7 @@ def test_the_table_of_prefills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 ))  # fmt: skip
 def test_rows_of_a_prefill_attend_to_the_same(queries: int, options: dict, device: torch.device) -> None:
     case = DecodeCase("prefill", (300, 300), 2, 1, 64, queries=queries, **options)
-    rows = [row for row in decode.PREFILL_ROWS if row.needs() is None and "cuda" not in row.name]
+    rows = [row for row in decode.PREFILL_ROWS if row.needs() is None and "cuda" not in row.name and "tensors" not in row.name]
     names = ["fp8attn dense", "fp8attn dense, quantized", "fp8attn triton", "fp8attn append"]
     assert [row.name for row in rows if "fp8attn" in row.name] == names
     for result in decode.measure(case, rows, BAD, SHORT, device):

@@ -312,10 +312,10 @@ def test_rows_of_few_queries_are_the_decode_kernel_s(backend: str, of_batches: t
     few, starts = paged_ops.few_queries(call), [0, *itertools.accumulate(MIXED.counts)]
     assert few == 8
 
-    def filled(*given, decoded=run._decoded):
-        return [x.fill_(unwritten) for x in decoded(*given)]
+    def filled(*given, empty=run.empty_results):
+        return [x.fill_(unwritten) for x in empty(*given)]
 
-    monkeypatch.setattr(run, "_decoded", filled)
+    monkeypatch.setattr(run, "empty_results", filled)
     sms, expected = dataclasses.replace(H100, sm_count=3), pages.attend_paged(call)[0]
     by_decode = run.attend_to_pages(call, sms, torch.float32, few)
     tiling = prefill.Tiling.of(call, sms, may_split=False)
