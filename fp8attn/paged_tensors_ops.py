@@ -135,6 +135,15 @@ def _few_queries(query: torch.Tensor, group: int, batch: PagedBatch) -> int:
     return several if single * (rows - 1) < tokens - most <= several * (rows - 1) else single
 
 
+def _unsupported_tiles(rows: int, planned: cuda_run.Config | str, device: Device) -> str | None:
+    """The reason why it isn't worth while to copy for so few rows of all query heads, or None if it is: tiles of packed
+    sequences aren't split, and the decode kernel's are."""
+    if isinstance(planned, str):
+        return None
+    tiles = rows // planned.tile_rows
+    return f"there are {tiles} tiles of {planned.tile_rows} rows; it takes one for each two SMs" if 2 * tiles < device.sm_count else None
+
+
 def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> Copying | str:
     """Attention to copies, or why all rows are attended to where they lie.
 
@@ -153,8 +162,10 @@ def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
     room, nowhere = Room.of(query, cache, batch, how.window, few), torch.device("meta")
     call = _call_of(query, Copies.empty(cache, batch, room, nowhere), _empty_codes(query, nowhere), batch, how, torch.float32, room.longest)
     planned = cuda_run.plan(call, device, first=True)
+    queries = tokens if batch.cu_seqlens is not None else rows * tokens
     reasons = (
-        room.unsupported(tokens if batch.cu_seqlens is not None else rows * tokens),
+        room.unsupported(queries),
+        _unsupported_tiles(query.shape[1] * queries, planned, device),
         decode_tensors.unsupported_call(query, cache, replace(batch, max_count=few), how, device) if few else None,
         planned if isinstance(planned, str) else build.unavailable(planned, device.arch),
         general_quantize.unsupported_call(_as_batch(query), None, None, QUERIES, device),

@@ -487,7 +487,7 @@ fp8attn::DecodeParams decode_params_of(int64_t ctas, int64_t most, int64_t part,
     p.q_strides[1] = q.stride(1), p.q_strides[2] = q.stride(0);
     p.out_strides[1] = 1, p.out_strides[2] = q.size(1), p.lse_strides[1] = q.size(0);
   }
-  p.group = p.q_heads / p.kv_heads, p.group_inverse = ((1 << 16) + p.group - 1) / p.group;
+  p.group = p.q_heads / p.kv_heads, p.group_inverse = ~0u / p.group;
   p.ctas = ctas, p.part_height = results[2].size(1);
   const int tiles = p.batches * p.kv_heads;
   p.tiles_of_group = (tiles + p.ctas - 1) / p.ctas, p.ctas_of_group = std::clamp(p.ctas / tiles, 1, fp8attn::MOST_PARTS);

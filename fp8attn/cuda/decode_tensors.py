@@ -30,8 +30,8 @@ FEW_ROWS = {False: GROUP, True: 2 * GROUP}
 """Rows of a key/value head with which tiles of so many rows are slower; whether scales are per token, or tokens are in
 half precision."""
 
-MOST_ROWS_BY_GROUP = (1 << 16) - 1
-"""Rows of a key/value head, times the query heads that share it, whose queries the kernel finds without a division."""
+MOST_ROWS = 1 << 24
+"""Rows of a key/value head: times 256 query heads that share it, the kernel finds their queries without a division."""
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def most_blocks(cache: PagedTensors, batch: PagedBatch) -> int:
 
 def unsupported_call(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device) -> str | None:
     """The reason why the kernel doesn't support a call, or None if it does."""
-    most_rows = TILES_OF_TICKET * decode.TILE_ROWS if batch.batch_invariant else MOST_ROWS_BY_GROUP // max(q.shape[1] // cache.kv_heads, 1)
+    most_rows = TILES_OF_TICKET * decode.TILE_ROWS if batch.batch_invariant else MOST_ROWS
     reason = unsupported_queries(q, (cache.k, cache.v), cache.kv_heads, batch, how.softmax_scale, device, most_rows)
     if reason is not None:
         return reason

@@ -236,7 +236,8 @@ struct DecodeParams {
 
   int batches, q_heads, kv_heads, q_length, table_width, every_page, every_sequence;  // q_length: the most of a row
   int tokens;  // T, of packed queries
-  int group, group_inverse;  // query heads of a key/value head; 2^16 over that, rounded up
+  int group;  // query heads of a key/value head
+  uint32_t group_inverse;  // 2^32 - 1 over that, rounded down
   int ctas, part_height, tickets_of_head;  // of the grid; rows of a tile in parts
   // If all rows of the batch have as many blocks: how many tiles as many CTAs have. One of the two is 1.
   int tiles_of_group, ctas_of_group, ctas_of_group_inverse;  // the latter: 2^16 over that, rounded up

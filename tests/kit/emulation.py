@@ -188,7 +188,9 @@ class DecodeParams(ctypes.Structure):
         ("out_strides", ctypes.c_int * 3),
         ("lse_strides", ctypes.c_int * 2),
         *((name, ctypes.c_int) for name in ("batches", "q_heads", "kv_heads", "q_length", "table_width", "every_page", "every_sequence", "tokens")),
-        *((name, ctypes.c_int) for name in ("group", "group_inverse", "ctas", "part_height", "tickets_of_head")),
+        ("group", ctypes.c_int),
+        ("group_inverse", ctypes.c_uint32),
+        *((name, ctypes.c_int) for name in ("ctas", "part_height", "tickets_of_head")),
         *((name, ctypes.c_int) for name in ("tiles_of_group", "ctas_of_group", "ctas_of_group_inverse", "part")),
         *((name, ctypes.c_float) for name in ("inverse_part", "score_scale")),
         ("out_type", ctypes.c_int),
@@ -701,7 +703,7 @@ def _decode_params_of(numbers: tuple[int, int, float, int], q: torch.Tensor, map
         (ctypes.c_int * 2)(*strides[6:]),
     )
     p.group = p.q_heads // p.kv_heads
-    p.group_inverse = -(-(1 << 16) // p.group)
+    p.group_inverse = ((1 << 32) - 1) // p.group
     tiles = p.batches * p.kv_heads
     p.tiles_of_group, p.ctas_of_group = -(-tiles // ctas), min(max(ctas // tiles, 1), schedule.MOST_PARTS)
     p.ctas_of_group_inverse = -(-(1 << 16) // p.ctas_of_group)

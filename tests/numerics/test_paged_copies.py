@@ -151,6 +151,12 @@ def is_copied(call: Call) -> bool:
     return fp8attn.explain_paged(call.q, call.cache, call.batch, **options).kernel == "hopper"
 
 
+@pytest.fixture
+def few_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are copied however few tiles of queries there are."""
+    monkeypatch.setattr(paged_tensors_ops, "_unsupported_tiles", lambda *_: None)
+
+
 def check_on_a_gpu(call: Call) -> None:
     """A call is close to the oracle of the cache, and where rows are copied it is what the oracle of the pipeline says."""
     plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
@@ -173,12 +179,14 @@ def check_on_a_gpu(call: Call) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_tiles_too")
 @pytest.mark.parametrize("name", CALLS)
 def test_rows_of_many_queries_are_copied(device: torch.device, name: str) -> None:
     check_on_a_gpu(CALLS[name].call(device))
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_tiles_too")
 @pytest.mark.parametrize("counts", COUNTS)
 @pytest.mark.parametrize("name", ("a batch", "a window", "64 channels"))
 def test_packed_rows_of_many_queries_are_copied(device: torch.device, name: str, counts: str) -> None:
@@ -188,6 +196,7 @@ def test_packed_rows_of_many_queries_are_copied(device: torch.device, name: str,
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_tiles_too")
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_not_there_or_not_finite_reaches_the_rows_that_see_it(device: torch.device, seed: int) -> None:
     check_on_a_gpu(spoiled(LONG.call(device), seed))
@@ -195,6 +204,7 @@ def test_what_is_not_there_or_not_finite_reaches_the_rows_that_see_it(device: to
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_tiles_too")
 def test_passes_have_the_bits_of_one(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     for call in (LONG.call(device), packed(LONG.call(device), [513, 2, 513], 3, None)):
         with pytest.MonkeyPatch.context() as patch:
@@ -210,6 +220,7 @@ def test_passes_have_the_bits_of_one(device: torch.device, monkeypatch: pytest.M
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("few_tiles_too")
 def test_lengths_and_counts_change_between_replays(device: torch.device) -> None:
     """One graph attends to prompts, chunks and steps, and repeated calls are the first ones."""
     call = packed(LONG.call(device), [513, 2, 500], 0, 513)

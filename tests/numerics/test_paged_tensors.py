@@ -304,6 +304,17 @@ def test_empty_calls(device: torch.device, what: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("group", (1, 7, 8))
+def test_more_rows_than_16_bits_count(device: torch.device, group: int) -> None:
+    """Of a cache in half precision, which isn't copied."""
+    length = 66_000 // group // group + 500 if group > 1 else 66_000
+    call = Case((length,), length, 64, 1, group, dtype=torch.bfloat16, window=(60, 0)).call(device)
+    assert length * group * group > 1 << 16 or group == 1
+    assert fp8attn.explain_paged(call.q, call.cache, call.batch, window=(60, 0)).kernel == "decode_tensors"
+    assert_close(answer(call, "auto"), paged_tensors.attend(call.q, call.cache, call.batch, call.how), torch.bfloat16)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", KINDS)
 def test_lengths_change_between_replays(device: torch.device, case: Case) -> None:
     """One graph attends, while lengths change."""

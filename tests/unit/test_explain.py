@@ -361,6 +361,7 @@ def test_prompts_of_caches_of_other_engines(
         (cuda_run, "forward", lambda *_, **results: paged_launches.append("hopper")),
     ):
         monkeypatch.setattr(module, name, launch)
+    monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
     query, cache, batch, _ = cache_call("e4m3", 200)
     if counts is not None:
         query = torch.zeros(sum(counts), 8, 64, dtype=torch.bfloat16)
@@ -373,6 +374,10 @@ def test_prompts_of_caches_of_other_engines(
     assert not paged_launches and (plan.backend, plan.kernel, plan.compute) == ("cuda", "hopper", "e4m3")
     assert (f"rows of at most {few} packed queries are the decode kernel's" in plan.because) == (few > 0)
     assert (f"in {passes} passes" in " ".join(plan.because)) == (passes > 1)
+    monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: H100)
+    not_copied = fp8attn.explain_paged(query, cache, batch, backend="cuda")
+    assert not_copied.kernel == "decode_tensors" and "it takes one for each two SMs" in not_copied.because[-1]
+    monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
     fp8attn.paged_sdpa(query, cache, batch, backend="cuda")
     of_pass = ["copied", "hopper"] + ["LSE"] * (counts is None)
     assert paged_launches == ["quantized"] + ["decode_tensors"] * (few > 0) + of_pass * passes

@@ -63,8 +63,8 @@ __device__ int row_tiles(const DecodeParams& p) {
   return (p.group * p.q_length + HEIGHT - 1) / HEIGHT;
 }
 
-// The query of a row of a key/value head, without a division. Times the group, there are fewer than 2^16 rows.
-__device__ inline int query_of(const DecodeParams& p, int row) { return row * p.group_inverse >> 16; }
+// The query of a row of a key/value head, without a division. Times the group, there are fewer than 2^32 rows.
+__device__ inline int query_of(const DecodeParams& p, int row) { return __umulhi(row + 1, p.group_inverse); }
 
 // The blocks that some rows of a key/value head attend to: complete pages, then blocks in half precision, from block
 // `first_half` of the sequence on. Row i is query i / group of the head's query head i % group.

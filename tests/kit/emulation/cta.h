@@ -176,6 +176,7 @@ inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(x); }
+inline uint32_t __umulhi(uint32_t a, uint32_t b) { return uint64_t(a) * b >> 32; }
 
 inline void __threadfence() {}
 
