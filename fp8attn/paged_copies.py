@@ -40,6 +40,7 @@ class Room:
     """How many tokens copies have room for.
 
     Attributes:
+        window: of the call, as of `reference.Scoring`.
         few: rows of the batch with at most so many new tokens are not copied.
         longest: no row has more tokens that there are pages for.
         beyond: tokens behind the `longest`, which aren't there, that a row has room for: those that a query sees which
@@ -50,6 +51,7 @@ class Room:
         of_pass: a row that begins behind so many tokens of others is of the next pass.
     """
 
+    window: Window
     few: int
     longest: int
     beyond: int
@@ -70,9 +72,9 @@ class Room:
         bytes_of_token = cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
         wanted, most = copied * of_row, MOST_BYTES // bytes_of_token // SCALE_BLOCK * SCALE_BLOCK
         if wanted <= most:
-            return cls(few, longest, beyond, of_row, wanted, 1, wanted + 1)
+            return cls(window, few, longest, beyond, of_row, wanted, 1, wanted + 1)
         of_pass = max(most - of_row, 1)
-        return cls(few, longest, beyond, of_row, most, wanted // of_pass + 1, of_pass)
+        return cls(window, few, longest, beyond, of_row, most, wanted // of_pass + 1, of_pass)
 
     def unsupported(self, queries: int) -> str | None:
         """The reason why it isn't worth while for so many queries of all rows, or None if it is."""
@@ -148,7 +150,7 @@ def unsupported_cache(cache: PagedTensors) -> str | None:
     return None
 
 
-def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, window: Window, room: Room, number: int = 0) -> Copies:
+def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, number: int = 0) -> Copies:
     """The definition of what the kernel writes in pass `number`, for queries (B, Hq, S, D) or packed (T, Hq, D); zeros
     elsewhere."""
     copies, rows, most = Copies.empty(cache, batch, room, q.device), batch.lengths.shape[0], batch.most_queries(q)
@@ -167,8 +169,8 @@ def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, window: Window
         spans.q[row], spans.queries[row] = row * q.shape[1] * length, queries if copied else 0
         spans.k[row], spans.keys[row] = min(max(begin, 0), room.tokens), keys if copied else 0
         if copied:
-            spoiled = given > most or (window[1] < 0 and end > room.longest)
-            _copy_row(copies, cache, row, batch.page_table[row], (keys, queries, window[0]), room.longest, spoiled)
+            spoiled = given > most or (room.window[1] < 0 and end > room.longest)
+            _copy_row(copies, cache, row, batch.page_table[row], (keys, queries, room.window[0]), room.longest, spoiled)
         begin += round_up(keys) if given > room.few else 0
     spans.q[rows], spans.k[rows] = rows * q.shape[1] * length, room.tokens
     return copies

@@ -110,11 +110,12 @@ def _attend_to_copies(
     cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
     if plan.room.few:
         cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, plan.room.few, results)
+    copies = Copies.empty(cache, batch, plan.room, query.device)
+    call = _call_of(query, copies, codes, batch, how, out_dtype, plan.room.longest)
+    packed_lse = lse.unsqueeze(0) if query.dim() == 3 else lse.new_empty(1, *call.q.shape[1:3])
     for number in range(plan.room.passes):
-        copies = triton_kernels.paged_copies.copy(query, cache, batch, how.window, plan.room, results, number)
-        call = _call_of(query, copies, codes, batch, how, out_dtype, plan.room.longest)
+        triton_kernels.paged_copies.copy(query, cache, batch, plan.room, copies, results, number)
         table = triton_kernels.varlen.table_of(call, configs.ROWS, device, plan.config.consumers)
-        packed_lse = lse.unsqueeze(0) if query.dim() == 3 else lse.new_empty(1, *call.q.shape[1:3])
         cuda_run.forward(call, device, plan.config, tile_table=table, into=(_as_packed(out), packed_lse))
         if query.dim() == 4:
             triton_kernels.paged_copies.store_lse(packed_lse, copies.spans.queries, lse)

@@ -11,7 +11,6 @@ from ..device import device_of
 from ..paged_copies import Copies, Room
 from ..paged_tensors import PagedTensors, counted_window
 from ..pages import PAGE, PagedBatch, tokens_of
-from ..reference import Window
 from .launch import ceil_div, launch
 from .paged_append import page_number
 from .paged_tensors import Traits, bytes_of, load_slots, place_of, scale_arguments
@@ -203,19 +202,20 @@ def copy_kernel(
 
 
 def copy(
-    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, window: Window, room: Room, results: tuple[torch.Tensor, torch.Tensor], number: int,
+    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, copies: Copies, results: tuple[torch.Tensor, torch.Tensor], number: int,
     *, warmup: bool = False,
-) -> Copies:  # fmt: skip
+) -> None:  # fmt: skip
     """paged_copies.copy by a kernel.
 
     Args:
         q: (B, Hq, S, D), or packed (T, Hq, D).
+        copies: where to write, of `Copies.empty`.
         results: output and LSE, (B, Hq, S, Dv) and (B, Hq, S), or (T, Hq, Dv) and (Hq, T), contiguous. Queries of
             copied rows that are no tokens are cleared, and packed ones of no row.
         number: of the pass.
         warmup: compile only.
     """
-    copies, rows, table = Copies.empty(cache, batch, room, q.device), batch.lengths.shape[0], batch.page_table
+    rows, table = batch.lengths.shape[0], batch.page_table
     spans, kv_heads, device = copies.spans, cache.kv_heads, device_of(q.device)
     chunks = max(min(room.of_row // PAGE, ceil_div(PROGRAMS * device.sm_count, rows * kv_heads)), 1)
     k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
@@ -223,11 +223,10 @@ def copy(
         copy_kernel, (chunks * kv_heads * rows,),
         k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts, batch.cu_seqlens,
         spans.q, spans.queries, spans.k, spans.keys, copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale, *results,
-        rows, q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cache.k.shape[0], cache.page, *counted_window(window),
+        rows, q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cache.k.shape[0], cache.page, *counted_window(room.window),
         room.few, batch.most_queries(q), room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, Traits.of(cache, device),
         num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) // 16, 1), warmup=warmup,
     )  # fmt: skip
-    return copies
 
 
 @triton.jit(do_not_specialize=["q_heads", "length", "tokens"])

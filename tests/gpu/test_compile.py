@@ -369,7 +369,7 @@ def paged(arch: int, part: int) -> list[dict]:
 
     import fp8attn
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.paged_copies import Room
+    from fp8attn.paged_copies import Copies, Room
     from fp8attn.pages import PagedCall, Stage
     from fp8attn.reference import Scoring
     from fp8attn.rotary import Angles
@@ -438,7 +438,9 @@ def paged(arch: int, part: int) -> list[dict]:
             copied = fp8attn.PagedTensors(k.to(e4m3), k.to(e4m3), one, one)
             for queries, of_queries in ((q, counted), (q[0].transpose(0, 1), of_packed)):
                 results = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:2], dtype=torch.float32)
-                paged_copies.copy(queries, copied, of_queries, (-1, 0), Room.of(queries, copied, of_queries, (-1, 0), 1), results, 0, warmup=True)
+                room = Room.of(queries, copied, of_queries, (-1, 0), 1)
+                copies = Copies.empty(copied, of_queries, room, queries.device)
+                paged_copies.copy(queries, copied, of_queries, room, copies, results, 0, warmup=True)
             paged_copies.store_lse(torch.zeros(1, 8, 9), counted.lengths, torch.zeros(2, 8, length), warmup=True)
             rotary.turn(q[0].transpose(0, 1), None, of_packed, angles, warmup=True)
     return compiled

@@ -82,19 +82,12 @@ def cleared(call: Call, copies: Copies, room: Room, out: torch.Tensor, lse: torc
 
 def check_copies(call: Call, room: Room, number: int = 0) -> None:
     """The kernel copies what the definition says in pass `number`, and clears queries that attend to nothing."""
-    empty = Copies.empty.__func__  # type: ignore[attr-defined]
-
-    def zeros(cls: type[Copies], *arguments: object) -> Copies:
-        copies = empty(cls, *arguments)
-        for x in (copies.k, copies.v, copies.k_scale, copies.v_scale):
-            x.view(torch.uint8).zero_()
-        return copies
-
-    q, value_dim, arguments = call.q, call.cache.v.shape[3], (call.q, call.cache, call.batch, call.how.window, room)
-    results = torch.full((*q.shape[:-1], value_dim), 3.0, device=q.device), torch.full(lse_shape(q), 3.0, device=q.device)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Copies, "empty", classmethod(zeros))
-        expected, found = paged_copies.copy(*arguments, number), kernels.copy(*arguments, results, number)
+    q, arguments, found = call.q, (call.q, call.cache, call.batch, room), Copies.empty(call.cache, call.batch, room, call.q.device)
+    for x in (found.k, found.v, found.k_scale, found.v_scale):
+        x.view(torch.uint8).zero_()
+    results = torch.full((*q.shape[:-1], call.cache.v.shape[3]), 3.0, device=q.device), torch.full(lse_shape(q), 3.0, device=q.device)
+    expected = paged_copies.copy(*arguments, number)
+    kernels.copy(*arguments, found, results, number)
     for name in ("q", "queries", "k", "keys"):
         assert torch.equal(getattr(found.spans, name), getattr(expected.spans, name)), name
     for name in ("k", "k_scale", "v", "v_scale"):

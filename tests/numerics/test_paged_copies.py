@@ -72,7 +72,7 @@ def by_oracle(call: Call, exact: bool | None = None) -> tuple[torch.Tensor, torc
     """Attention to copies by the oracle of the kernels for packed sequences, and which queries it is of: as the call has them."""
     q, device, tokens = call.q, call.q.device, tokens_of(call.q)
     room = room_of(call, 0)
-    copies = paged_copies.copy(q, call.cache, call.batch, call.how.window, room)
+    copies = paged_copies.copy(q, call.cache, call.batch, room)
     codes = quantize_q(paged_tensors_ops._as_batch(q).contiguous(), paged_tensors.QUERIES)
     if q.dim() == 3:
         codes = replace(codes, data=codes.data.transpose(1, 2).contiguous().transpose(1, 2))
