@@ -124,7 +124,8 @@ def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, 
         return _explain_kv_cache(how, backend, because)
     if new is not None:
         because.append("new tokens are written by Triton")
-    planned = paged_tensors_ops.plan_attention(backend, query, cache, batch, how) if paged_ops.asks_cuda(backend, device) else None
+    arguments = query, cache, batch, how, torch.device("meta")
+    planned = paged_tensors_ops.plan_attention(backend, *arguments) if paged_ops.asks_cuda(backend, device) else None
     compute = "bf16" if cache.k.dtype == torch.bfloat16 else "f16"  # of e4m3, codes as halves
     if isinstance(planned, paged_tensors_ops.Copying):
         few, passes = planned.room.few, planned.room.passes
@@ -133,7 +134,7 @@ def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, 
             because.append(f"rows of at most {few} packed queries are the decode kernel's")
         return Plan("cuda", "hopper", planned.config, "e4m3", tuple(because))
     if planned is not None and not isinstance(planned, str):
-        because.append(f"not copied: {paged_tensors_ops.plan_copying(query, cache, batch, how)}")
+        because.append(f"not copied: {paged_tensors_ops.plan_copying(*arguments)}")
         return Plan("cuda", "decode_tensors", planned, compute, tuple(because))
     return Plan("triton", "paged_tensors", None, compute, (*because, *([] if planned is None else [f"cuda: {planned}"])))
 

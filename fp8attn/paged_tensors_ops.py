@@ -48,10 +48,13 @@ class Copying(NamedTuple):
     Attributes:
         config: its instance.
         room: of the copies. Packed rows of at most `room.few` queries are the decode kernel's.
+        copies, codes: uninitialised, keys and values, and queries as of `_empty_codes`.
     """
 
     config: configs.HopperConfig
     room: Room
+    copies: Copies
+    codes: Quantized
 
 
 def _as_batch(x: torch.Tensor) -> torch.Tensor:
@@ -106,11 +109,10 @@ def _attend_to_copies(
         BuildError: a kernel can't be compiled here.
     """
     out, lse = results = cuda_run.empty_results(query, cache.v.shape[3], out_dtype)
-    codes = _empty_codes(query, query.device)
+    copies, codes = plan.copies, plan.codes
     cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
     if plan.room.few:
         cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, plan.room.few, results)
-    copies = Copies.empty(cache, batch, plan.room, query.device)
     call = _call_of(query, copies, codes, batch, how, out_dtype, plan.room.longest)
     packed_lse = lse.unsqueeze(0) if query.dim() == 3 else lse.new_empty(1, *call.q.shape[1:3])
     for number in range(plan.room.passes):
@@ -145,10 +147,13 @@ def _unsupported_tiles(rows: int, planned: cuda_run.Config | str, device: Device
     return f"there are {tiles} tiles of {planned.tile_rows} rows; it takes one for each two SMs" if 2 * tiles < device.sm_count else None
 
 
-def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> Copying | str:
+def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, on: torch.device) -> Copying | str:
     """Attention to copies, or why all rows are attended to where they lie.
 
     Nothing is compiled to find out, so compiling may still fail.
+
+    Args:
+        on: where the tensors of the plan are made: `meta` of one that isn't run.
     """
     device, group = device_of(query.device), query.shape[1] // max(cache.kv_heads, 1)
     reason = paged_copies.unsupported_cache(cache)
@@ -160,12 +165,13 @@ def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
         return reason
     rows, tokens = batch.lengths.shape[0], tokens_of(query)
     few = _few_queries(query, group, batch)
-    room, nowhere = Room.of(query, cache, batch, how.window, few), torch.device("meta")
-    call = _call_of(query, Copies.empty(cache, batch, room, nowhere), _empty_codes(query, nowhere), batch, how, torch.float32, room.longest)
-    planned = cuda_run.plan(call, device, first=True)
-    queries = tokens if batch.cu_seqlens is not None else rows * tokens
+    room, queries = Room.of(query, cache, batch, how.window, few), tokens if batch.cu_seqlens is not None else rows * tokens
+    reason = room.unsupported(queries)
+    if reason is not None:
+        return reason
+    copies, codes = Copies.empty(cache, batch, room, on), _empty_codes(query, on)
+    planned = cuda_run.plan(_call_of(query, copies, codes, batch, how, torch.float32, room.longest), device, first=True)
     reasons = (
-        room.unsupported(queries),
         _unsupported_tiles(query.shape[1] * queries, planned, device),
         decode_tensors.unsupported_call(query, cache, replace(batch, max_count=few), how, device) if few else None,
         planned if isinstance(planned, str) else build.unavailable(planned, device.arch),
@@ -175,22 +181,25 @@ def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
     if reason is not None:
         return reason
     assert isinstance(planned, configs.HopperConfig)
-    return Copying(planned, room)
+    return Copying(planned, room, copies, codes)
 
 
 def plan_attention(
-    backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
+    backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, on: torch.device
 ) -> decode_tensors.DecodeTensorsConfig | Copying | str:  # fmt: skip
     """The instance of the CUDA kernel that attends, or attention to copies; or why Triton's kernel attends. `backend`:
     `cuda` or `auto`.
 
     Nothing is compiled to find out, so compiling may still fail.
 
+    Args:
+        on: as of `plan_copying`.
+
     Raises:
         BackendUnavailable: the backend is `cuda`, and the kernels don't support the call.
     """
     device = device_of(query.device)
-    copying = plan_copying(query, cache, batch, how)
+    copying = plan_copying(query, cache, batch, how, on)
     if isinstance(copying, Copying):
         return copying
     reason = decode_tensors.unsupported_call(query, cache, batch, how, device)
@@ -213,7 +222,7 @@ def _by_cuda(
         BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
         BuildError: the backend is `cuda`, and the kernel can't be compiled here.
     """
-    planned, device = plan_attention(backend, query, cache, batch, how), device_of(query.device)
+    planned, device = plan_attention(backend, query, cache, batch, how, query.device), device_of(query.device)
     if isinstance(planned, str):
         return None
     if isinstance(planned, Copying):

@@ -17,7 +17,7 @@ import fp8attn
 from closeness import E4M3_STEP, assert_matches_pipeline, relative
 from copying import check_copies, in_passes, ints, packed, room_of, spoiled
 from foreign import Call, Case
-from fp8attn import PagedBatch, ops, paged_copies, paged_tensors, paged_tensors_ops, reference
+from fp8attn import PagedBatch, eager, ops, paged_copies, paged_tensors, paged_tensors_ops, reference
 from fp8attn.cuda.configs import KEYS
 from fp8attn.pages import tokens_of
 from fp8attn.quantization import quantize_q
@@ -159,7 +159,7 @@ def few_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check_on_a_gpu(call: Call) -> None:
     """A call is close to the oracle of the cache, and where rows are copied it is what the oracle of the pipeline says."""
-    plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
+    plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how, torch.device("meta"))
     assert isinstance(plan, paged_tensors_ops.Copying) and is_copied(call)
     out, lse = answer(call)
     wanted, wanted_lse = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
@@ -211,9 +211,9 @@ def test_passes_have_the_bits_of_one(device: torch.device, monkeypatch: pytest.M
             expected = answer(call)
             room = in_passes(patch, call, 0)
             assert room.passes > 1
-            fp8attn.eager.forget()
+            eager.forget()
             found = answer(call)
-            plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
+            plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how, torch.device("meta"))
             assert isinstance(plan, paged_tensors_ops.Copying) and plan.room.passes > 1
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x, y)
@@ -224,8 +224,10 @@ def test_passes_have_the_bits_of_one(device: torch.device, monkeypatch: pytest.M
 def test_lengths_and_counts_change_between_replays(device: torch.device) -> None:
     """One graph attends to prompts, chunks and steps, and repeated calls are the first ones."""
     call = packed(LONG.call(device), [513, 2, 500], 0, 513)
+    eager.forget()
     for _ in range(3):  # compiled, recorded, repeated
         first = answer(call)
+    assert [*eager._seen.values()] == ["kept"]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -261,5 +263,5 @@ def test_what_is_not_copied(device: torch.device) -> None:
         (call.q, call.cache, replace(call.batch, batch_invariant=True), "batch_invariant"),
         (call.q[0].transpose(0, 1)[:400].contiguous(), call.cache, wide, "passes; there are 400 queries"),
     ):
-        planned = paged_tensors_ops.plan_copying(q, cache, batch, call.how)
+        planned = paged_tensors_ops.plan_copying(q, cache, batch, call.how, torch.device("meta"))
         assert isinstance(planned, str) and said in planned, planned

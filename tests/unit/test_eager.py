@@ -30,7 +30,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import emulation
 import fp8attn
 from bench.profiled import named_ranges
-from fp8attn import PagedBatch, Quantized, api, eager, explaining, ops, paged_ops, paged_tensors_ops, prepare, problem_ops, recording, varlen_ops
+from fp8attn import (
+    PagedBatch,
+    Quantized,
+    api,
+    eager,
+    explaining,
+    ops,
+    paged_copies,
+    paged_ops,
+    paged_tensors_ops,
+    prepare,
+    problem_ops,
+    recording,
+    varlen_ops,
+)
 from fp8attn import triton as triton_kernels
 from fp8attn.call import Problem, empty_lse, empty_output
 from fp8attn.cuda import build
@@ -45,6 +59,7 @@ from fp8attn.cuda.quantize import QuantizeConfig
 from fp8attn.device import ARCHITECTURES
 from fp8attn.layout import tiles_of
 from fp8attn.quantization import quantize
+from fp8attn.reference import Scoring
 from fp8attn.schedule import TABLE_HEADER, TILE_PITCH
 from repeating import Repeats
 from strategies import Case, cases
@@ -1190,6 +1205,39 @@ def test_decode_steps_from_caches_of_other_engines_are_kept(fp8: bool, repeats: 
         for name, x in given.items():
             assert getattr(p, name) == (None if x is None else x.data_ptr()), name
         assert bytes(p.maps)[:8] == cache.k.data_ptr().to_bytes(8, sys.byteorder) and (p.page, p.left, p.right) == (16, 9, 0)
+
+
+@pytest.mark.parametrize("is_packed, passes", ((False, 1), (True, 1), (True, 3)))
+def test_calls_whose_rows_are_copied_are_kept(is_packed: bool, passes: int, repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All launches of all passes, with one workspace for the copies."""
+
+    def copy(q, cache, batch, room, copies, results, number) -> None:
+        if recording.current() is not None:
+            function(q, cache.k, batch.page_table, copies.k, copies.v, copies.spans.keys, *results)
+
+    def store_lse(packed, queries, lse) -> None:
+        if recording.current() is not None:
+            function(packed, queries, lse)
+
+    monkeypatch.setattr(triton_kernels.paged_copies, "copy", copy)
+    monkeypatch.setattr(triton_kernels.paged_copies, "store_lse", store_lse)
+    monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
+    monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=4))
+    if passes > 1:
+        monkeypatch.setattr(paged_copies, "MOST_BYTES", 2 * 512 * 2 * 2 * 64 - 1)
+        monkeypatch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
+    for i in range(4):
+        k = torch.zeros(40, 16, 2, 64).to(torch.float8_e4m3fn)
+        cache = fp8attn.PagedTensors(k, k, torch.ones(2), torch.ones(2))
+        batch = PagedBatch(torch.zeros(2, 32, dtype=torch.int32), torch.full((2,), 300, dtype=torch.int32))
+        query = torch.zeros(2, 8, 200, 64).bfloat16()
+        if is_packed:
+            query = query[0, :, :].transpose(0, 1).contiguous()
+            batch = dataclasses.replace(batch, cu_seqlens=torch.tensor([0, 1, 200], dtype=torch.int32), max_count=199)
+        plan = paged_tensors_ops.plan_attention("cuda", query, cache, batch, Scoring(0.125), CPU)
+        assert isinstance(plan, paged_tensors_ops.Copying) and plan.room.passes == passes
+        fp8attn.paged_sdpa(query, cache, batch, return_lse=True, backend="cuda")
+        assert repeats.last() == (i > 1)
 
 
 @pytest.mark.usefixtures("without_torch", "cached")
