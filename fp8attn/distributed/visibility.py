@@ -87,9 +87,9 @@ def _pieces_of(rows: Sequence[_Rows]) -> list[Piece]:
     for some in rows:
         before = found[-1] if found else None
         if not some.is_causal:
-            # rows from the last key on see all keys, also with a mask that is aligned to the top left
-            if before is not None and before.causal == "top_left" and before.stop == some.start and some.last == before.stop - before.start:
-                found[-1] = replace(before, stop=some.stop, keys=some.last)
+            # rows behind those of a mask that is aligned to the top left see all of its keys
+            if before is not None and before.causal == "top_left" and before.stop == some.start and some.last == before.keys:
+                found[-1] = replace(before, stop=some.stop)
             else:
                 found.append(Piece(some.start, some.stop, some.last, "none"))
         elif some.first == 1:

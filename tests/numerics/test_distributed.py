@@ -244,6 +244,58 @@ def test_windows_caps_and_sinks_are_those_of_one_process(ranks: Ranks, name: str
         assert relative(lse, exact[1]) < 1.3 * relative(expected_lse, exact[1])
 
 
+SCORINGS = st.fixed_dictionaries(
+    dict(
+        is_causal=st.booleans(),
+        window=st.tuples(*[st.one_of(st.just(-1), st.integers(0, 150))] * 2),
+        softcap=st.sampled_from((0.0, 2.0)),
+        sinks=st.sampled_from((None, torch.tensor(SINKS))),
+    )
+)
+
+
+def drawn_parts(draw: st.DrawFn, total: int, n: int) -> tuple[int, ...]:
+    """Lengths of n parts, of which some may be empty."""
+    edges = [0, *sorted(draw(st.lists(st.integers(0, total), min_size=n - 1, max_size=n - 1))), total]
+    return tuple(end - start for start, end in itertools.pairwise(edges))
+
+
+@st.composite
+def sharded_calls(draw: st.DrawFn) -> tuple[int, Problem, dict[str, Any]]:
+    """Ranks, whole tensors, and arguments of `parallel`. Lengths are multiples of each other, too."""
+    q_length, n = draw(st.integers(1, 300)), draw(st.integers(1, 4))
+    kv_length = draw(st.one_of(st.integers(1, 300), st.sampled_from((1, 2, 3)).map(lambda times: max(q_length // times, 1))))
+    modes = ("ring", "all_gather", "auto") if n == 3 else ("ring", "all_gather", "auto", "ulysses")  # which shares out heads equally
+    options = dict(mode=draw(st.sampled_from(modes)), sharding=draw(st.sampled_from(("zigzag", "contiguous"))))
+    if options["sharding"] == "contiguous" and draw(st.booleans()):
+        options |= dict(lengths=drawn_parts(draw, q_length, n), kv_lengths=drawn_parts(draw, kv_length, n))
+    return n, Problem(q_length=q_length, kv_length=kv_length), options
+
+
+@given(call=sharded_calls(), alignment=st.sampled_from(("top_left", "bottom_right")), of_scores=SCORINGS)
+def test_any_call_is_that_of_one_process(ranks: Ranks, call: tuple[int, Problem, dict[str, Any]], alignment: str, of_scores: dict) -> None:
+    n, problem, shards = call
+    options: dict[str, Any] = dict(backend="reference", causal_alignment=alignment, out_dtype=torch.float32, **of_scores)
+    found = parallel(ranks, n, problem, **shards, **options)
+    for x, y in zip(found, alone.__wrapped__(problem, **options), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 150), min_size=1, max_size=4).filter(any),
+    n=st.integers(1, 4),
+    sharding=st.sampled_from(("zigzag", "contiguous")),
+    of_scores=SCORINGS,
+)
+def test_any_packed_call_is_that_of_one_process(ranks: Ranks, lengths: list[int], n: int, sharding: str, of_scores: dict) -> None:
+    edges = (0, *itertools.accumulate(lengths))
+    problem = Problem(q_length=edges[-1], kv_length=edges[-1])
+    options: dict[str, Any] = dict(backend="reference", out_dtype=torch.float32, **of_scores)
+    found = packed_parallel(ranks, n, problem, torch.tensor(edges), sharding, **options)
+    for x, y in zip(found, packed_alone(problem, edges, **options), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_a_ring_ends_where_windows_do(ranks: Ranks) -> None:
     """Of four shards of 75 tokens, a window of 80 keys reaches two back; one of all keys, all."""
     for window, steps in (((80, 0), 2), ((0, 0), 0), ((300, 0), 3), ((-1, 0), 3)):
@@ -890,7 +942,7 @@ CAUSAL = Visible(right=0)
 def assert_pieces_make_the_mask(runs: list[Span], part: Spans, visible: Visible) -> None:
     """Every visible pair is in exactly one piece, no hidden one is, and no row is in two pieces."""
     rows, keys = ([run.first + i for run in some for i in range(run.length)] for some in (runs, part))
-    left, right = (100 if limit < 0 else limit for limit in (visible.left, visible.right))
+    left, right = (1000 if limit < 0 else limit for limit in (visible.left, visible.right))
     seen = [[-left <= key - row - visible.shift <= right for key in keys] for row in rows]
     expected = torch.tensor(seen, dtype=torch.int64).view(len(rows), len(keys))
     found = torch.zeros_like(expected)
@@ -913,6 +965,14 @@ def test_pieces_make_the_mask() -> None:
             two = [Span(first, queries), Span(first + queries + gap, 2)]
             assert_pieces_make_the_mask(two, (Span(4, keys),), CAUSAL)
             assert_pieces_make_the_mask(two, (Span(1, keys), Span(1 + keys + gap, 3)), CAUSAL)
+
+
+@pytest.mark.parametrize("n, q_length, kv_length", [*itertools.product((2, 3, 4), (1, 35, 72, 106, 108), (1, 24, 36, 70))])
+def test_pieces_of_zigzag_shards_of_other_lengths_make_the_mask(n: int, q_length: int, kv_length: int) -> None:
+    """Also where a run of queries sees a whole run of keys, and is as long as both of the rank's: 106 queries, 36 keys, 3 ranks."""
+    of_queries, of_keys = (spans_of(shard_lengths(length, n, "zigzag"), "zigzag") for length in (q_length, kv_length))
+    for queries, keys, shift in itertools.product(of_queries, of_keys, (0, kv_length - q_length)):
+        assert_pieces_make_the_mask([*queries], keys, Visible(shift, right=0))
 
 
 RUNS = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 9)), min_size=1, max_size=3)
