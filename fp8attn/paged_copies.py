@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from .call import Varlen
-from .layout import first_unit, slots
+from .layout import first_unit, padded_length, slots
 from .paged_tensors import PagedTensors, by_token, capacity_of, scale_strides
 from .pages import PagedBatch, tokens_of
 from .quantization import ROW_ALIGNMENT
@@ -28,11 +28,6 @@ MOST_BYTES = 1 << 29
 
 QUERIES_OF_PASS = 512
 """Queries of a call, of all its rows, for each pass at least: one that has nothing to do takes 10 us."""
-
-
-def round_up(n: int) -> int:
-    """To whole blocks of keys."""
-    return -(-n // SCALE_BLOCK) * SCALE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -67,7 +62,7 @@ class Room:
         if batch.max_length is not None:
             longest = min(longest, batch.max_length)
         beyond = min(max(window[1], 0), batch.most_queries(q))
-        of_row, rows = round_up(longest + beyond), batch.lengths.shape[0]
+        of_row, rows = padded_length(longest + beyond), batch.lengths.shape[0]
         copied = rows if batch.cu_seqlens is None else min(rows, tokens_of(q) // (few + 1))
         bytes_of_token = cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
         wanted, most = copied * of_row, MOST_BYTES // bytes_of_token // SCALE_BLOCK * SCALE_BLOCK
@@ -169,15 +164,15 @@ def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, nu
         spans.q[row], spans.queries[row] = row * q.shape[1] * length, queries if copied else 0
         spans.k[row], spans.keys[row] = min(max(begin, 0), room.tokens), keys if copied else 0
         if copied:
-            spoiled = given > most or (room.window[1] < 0 and end > room.longest)
-            _copy_row(copies, cache, row, batch.page_table[row], (keys, queries, room.window[0]), room.longest, spoiled)
-        begin += round_up(keys) if given > room.few else 0
+            nonfinite = given > most or (room.window[1] < 0 and end > room.longest)
+            _copy_row(copies, cache, row, batch.page_table[row], (keys, queries, room.window[0]), room.longest, nonfinite)
+        begin += padded_length(keys) if given > room.few else 0
     spans.q[rows], spans.k[rows] = rows * q.shape[1] * length, room.tokens
     return copies
 
 
 def _copy_row(
-    copies: Copies, cache: PagedTensors, row: int, table: torch.Tensor, seen: tuple[int, int, int], longest: int, spoiled: bool
+    copies: Copies, cache: PagedTensors, row: int, table: torch.Tensor, seen: tuple[int, int, int], longest: int, nonfinite: bool
 ) -> None:  # fmt: skip
     """Copy one row's keys from the first one on that is seen. seen: keys, queries, and the left side of the window."""
     keys, queries, left = seen
@@ -198,7 +193,7 @@ def _copy_row(
         number = numbers[(token // cache.page).clamp(max=table.shape[0])]
         exists = inside & (number >= 0) & (number < cache.k.shape[0])
         k, v = (x.view(torch.uint8)[number.clamp(0, cache.k.shape[0] - 1), token % cache.page].transpose(0, 1) for x in (cache.k, cache.v))
-        bad = ~exists | ((v & E4M3_NAN) == E4M3_NAN).any(-1) | ~finite.unsqueeze(-1) | spoiled
+        bad = ~exists | ((v & E4M3_NAN) == E4M3_NAN).any(-1) | ~finite.unsqueeze(-1) | nonfinite
         of_page = page + (start // SCALE_BLOCK)
         count = min(keys - start, SCALE_BLOCK)
         copies.k.view(torch.uint8)[0, :, begin + start : begin + start + count] = k.masked_fill(bad.unsqueeze(-1), E4M3_NAN)[:, :count]

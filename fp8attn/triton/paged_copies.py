@@ -71,7 +71,7 @@ def clear_queries(out, lse, first_row, row_step, lse_at, first, real, given, ste
 
 
 @triton.jit
-def load_tokens(token, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C: tl.constexpr):
+def load_tokens(token, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C: tl.constexpr):
     """Codes of one head's tokens (N,), keys (N, width) and values (N, value width): NaN and zeros of those that make
     rows NaN which see them."""
     index, slot = place_of(token, page, C)
@@ -79,7 +79,7 @@ def load_tokens(token, used, longest, table, table_width, k, k_strides, v, v_str
     exists = exists & (token < used)
     key = load_slots(k, k_strides, number, slot, exists, C.dim, C.width)
     value = load_slots(v, v_strides, number, slot, exists, C.value_dim, C.value_width)
-    bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | spoiled
+    bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | nonfinite
     return tl.where(bad[:, None], E4M3_NAN, key).to(tl.uint8), tl.where(bad[:, None], 0, value).to(tl.uint32)
 
 
@@ -169,7 +169,7 @@ def copy_kernel(
         own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
         own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
         finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
-        spoiled = (given > most) | ((right < 0) & (end > longest)) | (finite == 0)
+        nonfinite = (given > most) | ((right < 0) & (end > longest)) | (finite == 0)
         channels = tl.arange(0, VALUE_WIDTH)
         if chunk == 0:
             at = copied_v_scale + (row * kv_heads + head) * C.value_dim + channels
@@ -188,10 +188,10 @@ def copy_kernel(
             # a word has four slots
             slot = block * SCALE_BLOCK + 4 * words
             t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
-            k0, v0 = load_tokens(t0, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
-            k1, v1 = load_tokens(t1, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
-            k2, v2 = load_tokens(t2, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
-            k3, v3 = load_tokens(t3, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, spoiled, C)
+            k0, v0 = load_tokens(t0, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
+            k1, v1 = load_tokens(t1, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
+            k2, v2 = load_tokens(t2, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
+            k3, v3 = load_tokens(t3, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
             store_keys(copied_k, t0, used, k0, C)
             store_keys(copied_k, t1, used, k1, C)
             store_keys(copied_k, t2, used, k2, C)

@@ -28,7 +28,7 @@ def packed(call: Call, counts: list[int], behind: int, most: int | None) -> Call
     return replace(call, q=q, batch=replace(call.batch, counts=None, cu_seqlens=edges, max_count=most))
 
 
-def spoiled(call: Call, seed: int) -> Call:
+def nonfinite(call: Call, seed: int) -> Call:
     """The call with a page or a length that isn't there, or a scale or a value that isn't finite."""
     table, lengths = call.batch.page_table.clone(), call.batch.lengths.clone()
     row, cache = seed % table.shape[0], call.cache

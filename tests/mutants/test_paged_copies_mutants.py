@@ -1,4 +1,5 @@
-"""The Triton kernel that copies rows of other engines' caches broken on purpose: the comparison with the definition must see each mutant."""
+"""The Triton kernel that copies rows of other engines' caches, broken on purpose: the comparison with the definition
+must see each mutant."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import triton
 import triton.language as tl
 from conftest import GPU
 
-from copying import check_copies, in_passes, packed, room_of, spoiled
+from copying import check_copies, in_passes, nonfinite, packed, room_of
 from foreign import Case
 from fp8attn.triton import paged_copies as kernels
 
@@ -25,19 +26,19 @@ original_round, original_finite, original_page = kernels.round_up, kernels.is_fi
 
 
 @triton.jit
-def values_that_are_nan_unseen(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C: tl.constexpr):
-    key, value = original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C)
+def values_that_are_nan_unseen(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C: tl.constexpr):
+    key, value = original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C)
     return tl.where(key == 0x7F, 0, key).to(tl.uint8), value
 
 
 @triton.jit
-def tokens_behind_the_last(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C: tl.constexpr):
-    return original_load(token, used + 1, longest + 1, table, width, k, k_strides, v, v_strides, every, page, spoiled, C)
+def tokens_behind_the_last(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C: tl.constexpr):
+    return original_load(token, used + 1, longest + 1, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C)
 
 
 @triton.jit
-def rows_that_are_not_spoiled(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled, C: tl.constexpr):
-    return original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, spoiled & False, C)
+def rows_that_stay_finite(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C: tl.constexpr):
+    return original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite & False, C)
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def any_scale(x):
 MUTANTS = {
     "NaN of values": ("load_tokens", values_that_are_nan_unseen),
     "tokens behind the last one": ("load_tokens", tokens_behind_the_last),
-    "rows with too many queries": ("load_tokens", rows_that_are_not_spoiled),
+    "rows with too many queries": ("load_tokens", rows_that_stay_finite),
     "any page": ("page_number", any_page),
     "keys of other tokens": ("store_keys", keys_of_other_tokens),
     "tokens in order": ("key_of_slot", lambda slot: slot),
@@ -111,7 +112,7 @@ def check() -> None:
         for call, few in ((one, 0), (packed(CASE.call(DEVICE), [40, 2, 30], 3, 35), 2)):
             for x in (call.cache.k, call.cache.v):  # page 0, which is read in place of a missing one, has finite tokens
                 x[0].view(torch.uint8).zero_()
-            call = spoiled(call, seed)
+            call = nonfinite(call, seed)
             check_copies(call, room_of(call, few))
     for length in (1 << 30, -3, 290):
         call = packed(CASE.call(DEVICE), [40, 2, 30], 3, None)

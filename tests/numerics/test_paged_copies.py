@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fp8attn
 from closeness import E4M3_STEP, assert_matches_pipeline, relative
-from copying import check_copies, in_passes, ints, packed, room_of, spoiled
+from copying import check_copies, in_passes, ints, nonfinite, packed, room_of
 from foreign import Call, Case
 from fp8attn import PagedBatch, eager, ops, paged_copies, paged_tensors, paged_tensors_ops, reference
 from fp8attn.cuda.configs import KEYS
@@ -42,7 +42,7 @@ any_cases = st.builds(
 
 
 def drawn_call(case: Case, device: torch.device, counts: list[int], how: int) -> tuple[Call, int]:
-    """A call of a case, and the queries of a row up to which it isn't copied. how: whether it is packed and spoiled."""
+    """A call of a case, and the queries of a row up to which it isn't copied. how: whether it is packed, and has what is not finite."""
     call = replace(case, ragged=case.ragged and how % 2 == 0).call(device)
     few = 0
     if how % 2:
@@ -50,7 +50,7 @@ def drawn_call(case: Case, device: torch.device, counts: list[int], how: int) ->
         call, few = packed(call, numbers, 1 + how % 3, (None, 50, 10)[how % 3]), how % 4
     if how % 5 == 0:
         call = replace(call, batch=replace(call.batch, max_length=(128, 300)[how % 2]))
-    return (spoiled(call, how // 2) if how % 7 < 4 else call), few
+    return (nonfinite(call, how // 2) if how % 7 < 4 else call), few
 
 
 drawn_counts = st.lists(st.sampled_from((0, 1, 3, 40)), min_size=2, max_size=4)
@@ -199,8 +199,8 @@ def test_packed_rows_of_many_queries_are_copied(device: torch.device, name: str,
 @pytest.mark.usefixtures("few_tiles_too")
 @pytest.mark.parametrize("seed", range(6))
 def test_what_is_not_there_or_not_finite_reaches_the_rows_that_see_it(device: torch.device, seed: int) -> None:
-    check_on_a_gpu(spoiled(LONG.call(device), seed))
-    check_on_a_gpu(spoiled(packed(LONG.call(device), [513, 2, 513], 3, None), seed))
+    check_on_a_gpu(nonfinite(LONG.call(device), seed))
+    check_on_a_gpu(nonfinite(packed(LONG.call(device), [513, 2, 513], 3, None), seed))
 
 
 @pytest.mark.gpu
