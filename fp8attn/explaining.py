@@ -124,15 +124,17 @@ def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, 
         return _explain_kv_cache(how, backend, because)
     if new is not None:
         because.append("new tokens are written by Triton")
-    arguments = query, cache, batch, how, torch.device("meta")
+    arguments = query, cache, batch, how
     planned = paged_tensors_ops.plan_attention(backend, *arguments) if paged_ops.asks_cuda(backend, device) else None
     compute = "bf16" if cache.k.dtype == torch.bfloat16 else "f16"  # of e4m3, codes as halves
     if isinstance(planned, paged_tensors_ops.Copying):
         few, passes = planned.room.few, planned.room.passes
         because.append(f"rows are copied as packed sequences{f', in {passes} passes' if passes > 1 else ''}")
+        if not cache.is_fp8:
+            because.append(f"copies are quantized by the cache's recipe, {cache.recipe}")
         if few:
             because.append(f"rows of at most {few} packed queries are the decode kernel's")
-        return Plan("cuda", "hopper", planned.config, "e4m3", tuple(because))
+        return Plan("cuda", "hopper", planned.config, "int8 and e4m3" if planned.config.int8 else "e4m3", tuple(because))
     if planned is not None and not isinstance(planned, str):
         because.append(f"not copied: {paged_tensors_ops.plan_copying(*arguments)}")
         return Plan("cuda", "decode_tensors", planned, compute, tuple(because))

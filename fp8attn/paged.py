@@ -38,8 +38,8 @@ def paged_sdpa(
 
     Query i of n attends to the tokens up to its own, the (n - i)-th last (a causal mask aligned to the bottom right).
     Of a `KVCache`, it attends in FP8 to the pages before its own page, and in half precision to its own page. The cache
-    of another engine, `PagedTensors`, is read as it is. Page tables, lengths and counts are read on the device, so they
-    may change between replays of a CUDA graph.
+    of another engine, `PagedTensors`, is read as it is, unless its recipe allows to quantize it. Page tables, lengths
+    and counts are read on the device, so they may change between replays of a CUDA graph.
 
     If the batch has `cu_seqlens`, tokens are packed: sequences have any numbers of them without padding, so prefill,
     decode and speculation mix in one call. Shapes in brackets are those of packed tokens.
@@ -216,16 +216,17 @@ def _attend(query: torch.Tensor, cache: KVCache, batch: PagedBatch, new: New, op
 def _attend_to_tensors(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, new: New, options: Options) -> eager.Attention:
     """`paged_sdpa` of the cache of another engine."""
     kept = not is_compiling() and type(batch) is PagedBatch and options.can_be_kept and (new is None or (type(new) is tuple and len(new) == 2))
+    kept = kept and isinstance(cache.recipe, (Recipe, type(None)))
     others: Any = (*batch.tensors(), cache.k, cache.v, cache.k_scale, cache.v_scale, options.sinks) if kept else ()
     kept = kept and all(x is None or isinstance(x, torch.Tensor) for x in others)
-    name = ("paged_sdpa of tensors", *batch.options, new is None, *options.without_tensors) if kept else ()
+    name = ("paged_sdpa of tensors", cache.recipe_text, *batch.options, new is None, *options.without_tensors) if kept else ()
     operands = (query, *((None, None) if new is None else new)) if kept else ()
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *others: Any) -> eager.Attention:
-        table, lengths, counts, _, cu_seqlens, *tensors, sinks = others
+        table, lengths, counts, _, cu_seqlens, k, v, k_scale, v_scale, sinks = others
         same = PagedBatch(table, lengths, counts, None, batch.max_length, cu_seqlens, batch.max_count, batch.batch_invariant)
         given = None if new is None else (key, value)
-        return _attend_to_checked_tensors(query, PagedTensors(*tensors), same, given, options._replace(sinks=sinks))
+        return _attend_to_checked_tensors(query, PagedTensors(k, v, k_scale, v_scale, cache.recipe), same, given, options._replace(sinks=sinks))
 
     like = eager.likeness_of(name, operands, others) if kept else None
     repeated = eager.repeat(like, attend)
@@ -258,8 +259,8 @@ def _attend_to_checked_tensors(query: torch.Tensor, cache: PagedTensors, batch: 
     dtype = query.dtype if options.out_dtype is None else options.out_dtype
     operator = getattr(library_ops, f"{options.backend}_tensors_attention")
     out, lse = operator(
-        query, cache.tensors(), batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, *batch.options, how.softmax_scale,
-        list(how.window), how.softcap, how.sinks, dtype,
+        query, cache.tensors(), cache.recipe_text, batch.page_table, batch.lengths, batch.counts, batch.cu_seqlens, *batch.options,
+        how.softmax_scale, list(how.window), how.softcap, how.sinks, dtype,
     )  # fmt: skip
     return (out, lse) if options.return_lse else out
 

@@ -1,9 +1,10 @@
-"""Copies of rows of an e4m3 cache of another engine that have many queries, in the layout of packed sequences: their
-tensors, and in plain torch what the kernel writes.
+"""Copies of rows of a cache of another engine that have many queries, in the layout of packed sequences: their tensors,
+and in plain torch what the kernel writes.
 
 The kernels for packed sequences take half of the time that one needs which turns V's bytes around for every tile of
-queries. So V is turned around once for all of them. Codes stay as they are, and scales that are the same for all tokens
-become one for each block of K, and one for each channel of V.
+queries. So V of an e4m3 cache is turned around once for all of them. Codes stay as they are, and scales that are the
+same for all tokens become one for each block of K, and one for each channel of V. Tokens in half precision are copied
+as they are, and are quantized then, if the cache has a recipe.
 
 The host doesn't know how long rows are. Where all that may be copied takes more than MOST_BYTES, rows are copied and
 attended to in several passes, which use the same memory. The device decides which row is whose.
@@ -37,6 +38,7 @@ class Room:
     Attributes:
         window: of the call, as of `reference.Scoring`.
         few: rows of the batch with at most so many new tokens are not copied.
+        most: rows with more have NaN.
         longest: no row has more tokens that there are pages for.
         beyond: tokens behind the `longest`, which aren't there, that a row has room for: those that a query sees which
             comes before them.
@@ -48,6 +50,7 @@ class Room:
 
     window: Window
     few: int
+    most: int
     longest: int
     beyond: int
     of_row: int
@@ -58,18 +61,21 @@ class Room:
     @classmethod
     def of(cls, q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, window: Window, few: int) -> Room:
         """For queries (B, Hq, S, D), or packed (T, Hq, D)."""
-        longest = capacity_of(cache, batch)
+        longest, most = capacity_of(cache, batch), batch.most_queries(q)
         if batch.max_length is not None:
             longest = min(longest, batch.max_length)
-        beyond = min(max(window[1], 0), batch.most_queries(q))
-        of_row, rows = padded_length(longest + beyond), batch.lengths.shape[0]
+        left, right = window
+        beyond = min(max(right, 0), most)
+        tokens = longest + beyond if left < 0 else min(longest + beyond, most + left + SCALE_BLOCK - 1)
+        of_row, rows = padded_length(tokens), batch.lengths.shape[0]
         copied = rows if batch.cu_seqlens is None else min(rows, tokens_of(q) // (few + 1))
-        bytes_of_token = cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
-        wanted, most = copied * of_row, MOST_BYTES // bytes_of_token // SCALE_BLOCK * SCALE_BLOCK
-        if wanted <= most:
-            return cls(window, few, longest, beyond, of_row, wanted, 1, wanted + 1)
-        of_pass = max(most - of_row, 1)
-        return cls(window, few, longest, beyond, of_row, most, wanted // of_pass + 1, of_pass)
+        bytes_of_number = 1 if cache.is_fp8 else cache.k.element_size() + 1  # as it is, and quantized
+        bytes_of_token = bytes_of_number * cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
+        wanted, room = copied * of_row, MOST_BYTES // bytes_of_token // SCALE_BLOCK * SCALE_BLOCK
+        if wanted <= room:
+            return cls(window, few, most, longest, beyond, of_row, wanted, 1, wanted + 1)
+        of_pass = max(room - of_row, 1)
+        return cls(window, few, most, longest, beyond, of_row, room, wanted // of_pass + 1, of_pass)
 
     def unsupported(self, queries: int) -> str | None:
         """The reason why it isn't worth while for so many queries of all rows, or None if it is."""
@@ -86,7 +92,7 @@ class Spans:
         q: (B + 1), the first query of each row, in steps of S of all Hq heads; of packed queries not used.
         queries: (B), how many of a row's queries attend to copies: not those behind the tokens that it has room for.
         k: (B + 1), the first copied token of each row.
-        keys: (B), how many are copied.
+        keys: (B), how many are copied: from the block of the first one on that a query sees.
     """
 
     q: torch.Tensor
@@ -106,27 +112,31 @@ class Copies:
     """Keys and values as kernels for packed sequences take them. T tokens, B rows, N = T / 128 + B pages.
 
     Attributes:
-        k: e4m3 (1, Hkv, T, D). A token that a row mustn't see, or that isn't finite, is NaN.
-        k_scale: float32 (1, Hkv, N), of each page.
-        v: e4m3 (1, Hkv, Dv, 128 N), keys in the order of layout.key_of_slot; zeros where tokens aren't finite.
-        v_scale: float32 (B, Hkv, Dv).
+        k: (1, Hkv, T, D), the cache's dtype. A token that isn't there is NaN; in e4m3 also one that isn't finite.
+        v: in e4m3 (1, Hkv, Dv, 128 N), keys in the order of layout.key_of_slot, zeros where tokens aren't finite; in
+            half precision (1, Hkv, T, Dv), zeros where tokens aren't there.
+        k_scale: float32 (1, Hkv, N), of each page; None in half precision.
+        v_scale: float32 (B, Hkv, Dv); None in half precision.
     """
 
     spans: Spans
     k: torch.Tensor
-    k_scale: torch.Tensor
     v: torch.Tensor
-    v_scale: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, cache: PagedTensors, batch: PagedBatch, room: Room, device: torch.device) -> Copies:
         """Uninitialised."""
-        heads, rows = cache.kv_heads, batch.lengths.shape[0]
-        dim, value_dim, pages = cache.k.shape[3], cache.v.shape[3], room.tokens // SCALE_BLOCK + rows
-        k = torch.empty(1, heads, room.tokens, dim, dtype=E4M3, device=device)
-        v = torch.empty(1, heads, value_dim, SCALE_BLOCK * pages, dtype=E4M3, device=device)
+        heads, rows, tokens = cache.kv_heads, batch.lengths.shape[0], room.tokens
+        (dim, value_dim), dtype = (x.shape[3] for x in (cache.k, cache.v)), E4M3 if cache.is_fp8 else cache.k.dtype
+        k, spans = torch.empty(1, heads, tokens, dim, dtype=dtype, device=device), Spans.empty(rows, device)
+        if not cache.is_fp8:
+            return cls(spans, k, torch.empty(1, heads, tokens, value_dim, dtype=dtype, device=device))
+        pages = tokens // SCALE_BLOCK + rows
+        v = torch.empty(1, heads, value_dim, SCALE_BLOCK * pages, dtype=dtype, device=device)
         k_scale, v_scale = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((1, heads, pages), (rows, heads, value_dim)))
-        return cls(Spans.empty(rows, device), k, k_scale, v, v_scale)
+        return cls(spans, k, v, k_scale, v_scale)
 
     def varlen(self, tokens: int, batch: PagedBatch, longest: tuple[int, int]) -> Varlen:
         """The sequences of `tokens` packed queries, and their keys. longest: the most queries and keys of one."""
@@ -135,9 +145,9 @@ class Copies:
 
 
 def unsupported_cache(cache: PagedTensors) -> str | None:
-    """The reason why rows of a cache can't be copied, or None if they can."""
-    if not cache.is_fp8:
-        return f"k is {cache.k.dtype}; it takes e4m3"
+    """The reason why rows of a cache aren't copied, or None if they are."""
+    if not cache.is_fp8 and cache.recipe is None:
+        return f"the cache is {cache.k.dtype} and has no recipe"
     if by_token(cache.k_scale) or by_token(cache.v_scale):
         return "scales are per token; it takes others"
     if cache.k.shape[3] % ROW_ALIGNMENT:
@@ -148,9 +158,10 @@ def unsupported_cache(cache: PagedTensors) -> str | None:
 def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, number: int = 0) -> Copies:
     """The definition of what the kernel writes in pass `number`, for queries (B, Hq, S, D) or packed (T, Hq, D); zeros
     elsewhere."""
-    copies, rows, most = Copies.empty(cache, batch, room, q.device), batch.lengths.shape[0], batch.most_queries(q)
-    for x in (copies.k.view(torch.uint8), copies.k_scale, copies.v.view(torch.uint8), copies.v_scale):
-        x.zero_()
+    copies, rows, left = Copies.empty(cache, batch, room, q.device), batch.lengths.shape[0], room.window[0]
+    for x in (copies.k, copies.v, copies.k_scale, copies.v_scale):
+        if x is not None:
+            x.view(torch.uint8).zero_()
     spans, length, begin = copies.spans, tokens_of(q), -number * room.of_pass
     edges = None if batch.cu_seqlens is None else batch.cu_seqlens.clamp(0, length).tolist()
     lengths, counts = batch.lengths.clamp(min=0).tolist(), None if batch.counts is None else batch.counts.tolist()
@@ -158,45 +169,68 @@ def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, nu
         given = length if edges is None else max(edges[row + 1] - edges[row], 0)
         end = lengths[row]
         count = max(min(given if counts is None else counts[row], given, end), 0)
-        keys = min(end, room.longest + room.beyond)
-        queries = max(count - (end - keys), 0)
-        copied = given > room.few and 0 <= begin < room.of_pass
+        used = min(end, room.longest + room.beyond)
+        queries = 0 if given > room.most else max(count - (end - used), 0)
+        first = max(used - queries - left, 0) // SCALE_BLOCK * SCALE_BLOCK if left >= 0 else 0
+        keys = used - first if given > room.few and queries > 0 else 0
+        copied = keys > 0 and 0 <= begin < room.of_pass
         spans.q[row], spans.queries[row] = row * q.shape[1] * length, queries if copied else 0
         spans.k[row], spans.keys[row] = min(max(begin, 0), room.tokens), keys if copied else 0
         if copied:
-            nonfinite = given > most or (room.window[1] < 0 and end > room.longest)
-            _copy_row(copies, cache, row, batch.page_table[row], (keys, queries, room.window[0]), room.longest, nonfinite)
-        begin += padded_length(keys) if given > room.few else 0
+            there = 0 if room.window[1] < 0 and end > room.longest else min(used, room.longest)
+            of_row = _RowTokens.of(cache, batch.page_table[row], (first, used, there))
+            (_copy_codes if cache.is_fp8 else _copy_halves)(copies, cache, row, of_row)
+        begin += padded_length(keys)
     spans.q[rows], spans.k[rows] = rows * q.shape[1] * length, room.tokens
     return copies
 
 
-def _copy_row(
-    copies: Copies, cache: PagedTensors, row: int, table: torch.Tensor, seen: tuple[int, int, int], longest: int, nonfinite: bool
-) -> None:  # fmt: skip
-    """Copy one row's keys from the first one on that is seen. seen: keys, queries, and the left side of the window."""
-    keys, queries, left = seen
-    begin = int(copies.spans.k[row])
-    page = first_unit(begin, row, SCALE_BLOCK)
-    scales = []
-    for x, scale in zip((cache.k, cache.v), cache.scales, strict=True):
-        assert scale is not None
-        scales.append(scale.as_strided((row + 1, *x.shape[:3]), scale_strides(scale))[row, 0, 0])
-    finite = scales[0].isfinite() & scales[1].isfinite()
-    copies.v_scale[row] = torch.where(finite, scales[1], 0.0).unsqueeze(-1)
-    first = max(keys - queries - left, 0) // SCALE_BLOCK * SCALE_BLOCK if left >= 0 else 0
-    for start in range(first, keys, SCALE_BLOCK):
-        token = torch.arange(start, start + SCALE_BLOCK, device=table.device)
-        inside = token < min(keys, longest)
+@dataclass(frozen=True)
+class _RowTokens:
+    """A row's tokens that are copied, N of them.
+
+    Attributes:
+        k, v: (Hkv, N, D) and (Hkv, N, Dv), of the cache's dtype, of e4m3 bytes. Anything where there is no token.
+        exists: bool (N).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    exists: torch.Tensor
+
+    @classmethod
+    def of(cls, cache: PagedTensors, table: torch.Tensor, tokens: tuple[int, int, int]) -> _RowTokens:
+        """tokens: the first, the one behind the last, and the one behind the last that is there."""
+        token = torch.arange(*tokens[:2], device=table.device)
         # behind the last page of the table there is none
         numbers = torch.nn.functional.pad(table.long(), (0, 1), value=-1)
-        number = numbers[(token // cache.page).clamp(max=table.shape[0])]
-        exists = inside & (number >= 0) & (number < cache.k.shape[0])
-        k, v = (x.view(torch.uint8)[number.clamp(0, cache.k.shape[0] - 1), token % cache.page].transpose(0, 1) for x in (cache.k, cache.v))
-        bad = ~exists | ((v & E4M3_NAN) == E4M3_NAN).any(-1) | ~finite.unsqueeze(-1) | nonfinite
-        of_page = page + (start // SCALE_BLOCK)
-        count = min(keys - start, SCALE_BLOCK)
-        copies.k.view(torch.uint8)[0, :, begin + start : begin + start + count] = k.masked_fill(bad.unsqueeze(-1), E4M3_NAN)[:, :count]
-        own = v.masked_fill(bad.unsqueeze(-1), 0)[:, slots(SCALE_BLOCK, v.device)].transpose(1, 2)
-        copies.v.view(torch.uint8)[0, :, :, SCALE_BLOCK * of_page : SCALE_BLOCK * (of_page + 1)] = own
-        copies.k_scale[0, :, of_page] = torch.where(finite, scales[0], 1.0)
+        number, every = numbers[(token // cache.page).clamp(max=table.shape[0])], cache.k.shape[0]
+        at = number.clamp(0, every - 1), token % cache.page
+        k, v = ((x.view(torch.uint8) if cache.is_fp8 else x)[at].transpose(0, 1) for x in (cache.k, cache.v))
+        return cls(k, v, (token < tokens[2]) & (number >= 0) & (number < every))
+
+
+def _copy_halves(copies: Copies, cache: PagedTensors, row: int, x: _RowTokens) -> None:
+    """Copy one row of a cache in half precision."""
+    begin = int(copies.spans.k[row])
+    missing, own = ~x.exists[:, None], slice(begin, begin + x.k.shape[1])
+    copies.k[0, :, own], copies.v[0, :, own] = x.k.masked_fill(missing, torch.nan), x.v.masked_fill(missing, 0.0)
+
+
+def _copy_codes(copies: Copies, cache: PagedTensors, row: int, x: _RowTokens) -> None:
+    """Copy one row of an e4m3 cache."""
+    assert copies.k_scale is not None and copies.v_scale is not None
+    begin, count = int(copies.spans.k[row]), x.k.shape[1]
+    first, pages = first_unit(begin, row, SCALE_BLOCK), padded_length(count) // SCALE_BLOCK
+    scales = []
+    for tensor, scale in zip((cache.k, cache.v), cache.scales, strict=True):
+        assert scale is not None
+        scales.append(scale.as_strided((row + 1, *tensor.shape[:3]), scale_strides(scale))[row, 0, 0])
+    finite = scales[0].isfinite() & scales[1].isfinite()
+    copies.v_scale[row] = torch.where(finite, scales[1], 0.0).unsqueeze(-1)
+    copies.k_scale[0, :, first : first + pages] = torch.where(finite, scales[0], 1.0).unsqueeze(-1)
+    bad = (~x.exists | ((x.v & E4M3_NAN) == E4M3_NAN).any(-1) | ~finite.unsqueeze(-1)).unsqueeze(-1)
+    copies.k.view(torch.uint8)[0, :, begin : begin + count] = x.k.masked_fill(bad, E4M3_NAN)
+    values = torch.nn.functional.pad(x.v.masked_fill(bad, 0), (0, 0, 0, SCALE_BLOCK * pages - count))
+    own = slice(SCALE_BLOCK * first, SCALE_BLOCK * (first + pages))
+    copies.v.view(torch.uint8)[0, :, :, own] = values[:, slots(SCALE_BLOCK * pages, values.device)].transpose(1, 2)

@@ -54,12 +54,16 @@ class PagedTensors:
         k_scale, v_scale: float32 and positive, what restores values: x ≈ x_fp8 * x_scale. A number or a tensor () for
             all; (Hkv,) per head; (B, Hkv) per row of the batch and head; (P, page, Hkv), any strides, per token and
             head. None for caches in half precision only. A number becomes a tensor.
+        recipe: of caches in half precision only. Attention of many queries quantizes keys, values and queries by it,
+            where the CUDA kernels take the call: fp8attn.Recipe() or fp8attn.PRECISE. Other queries attend in half
+            precision, as all do without: None.
     """
 
     k: torch.Tensor
     v: torch.Tensor
     k_scale: torch.Tensor | float | None = None
     v_scale: torch.Tensor | float | None = None
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         for name in ("k_scale", "v_scale"):
@@ -68,9 +72,11 @@ class PagedTensors:
                 object.__setattr__(self, name, torch.full((), float(scale), dtype=torch.float32, device=self.k.device))
 
     @classmethod
-    def of(cls, tensors: Numbers[torch.Tensor]) -> PagedTensors:
-        """From what `tensors` returns."""
-        return cls(*tensors)
+    def of(cls, tensors: Numbers[torch.Tensor], recipe: str | None = None) -> PagedTensors:
+        """From what `tensors` and `recipe_text` return."""
+        k, v, *scales = tensors
+        k_scale, v_scale = scales or (None, None)
+        return cls(k, v, k_scale, v_scale, None if recipe is None else Recipe.of_text(recipe))
 
     @property
     def scales(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -81,6 +87,11 @@ class PagedTensors:
     def tensors(self) -> list[torch.Tensor]:
         """k and v, and of an e4m3 cache the scales."""
         return [x for x in (self.k, self.v, *self.scales) if x is not None]
+
+    @property
+    def recipe_text(self) -> str | None:
+        """The text of the recipe, if there is one."""
+        return None if self.recipe is None else self.recipe.text
 
     @property
     def is_fp8(self) -> bool:
@@ -242,8 +253,8 @@ def append(cache: PagedTensors, k: torch.Tensor, v: torch.Tensor, batch: PagedBa
         positions = range(row.length - row.count, row.length)
         numbers = [row.page(position // cache.page, every) for position in positions]
         slots = [-1 if number is None else number * cache.page + position % cache.page for number, position in zip(numbers, positions, strict=True)]
-        scales = (x if x is None or x.dim() != 2 else x[index] for x in cache.scales)
-        own = PagedTensors(cache.k, cache.v, *scales)
+        k_scale, v_scale = (x if x is None or x.dim() != 2 else x[index] for x in cache.scales)
+        own = PagedTensors(cache.k, cache.v, k_scale, v_scale)
         write(own, row.part(k, index).transpose(0, 1), row.part(v, index).transpose(0, 1), torch.tensor(slots, dtype=torch.long, device=k.device))
 
 

@@ -11,17 +11,19 @@ import torch
 
 from . import paged_copies, paged_tensors, validate
 from . import triton as triton_kernels
-from .call import GROUPS, Call
+from .call import GROUPS, Call, Problem
 from .cuda import build, configs, decode, decode_tensors, general_quantize
 from .cuda import run as cuda_run
+from .cuda.portable import PortableConfig
 from .device import Device, device_of
 from .ops import current, register
 from .paged_copies import Copies, Room
 from .paged_ops import asks_cuda, runs_triton, unless_unbuilt
 from .paged_tensors import QUERIES, PagedTensors
 from .pages import PagedBatch, empty_answer, tokens_of
-from .recipe import E4M3, Quantized
-from .reference import CAUSAL_WINDOW, Scoring
+from .problem_ops import fused_q_call, unsupported_fused_q
+from .recipe import E4M3, Quantized, Recipe
+from .reference import CAUSAL_WINDOW, Causal, Scoring, Window
 from .validate import BackendUnavailable
 
 BACKENDS = {"attention": ("auto", "cuda", "triton", "modelled"), "write": ("auto", "triton", "modelled")}
@@ -38,8 +40,9 @@ def check_backend(what: str, backend: object) -> None:
         raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS[what]}")
 
 
-COPIED_ROWS = 384
-"""Rows of a key/value head up to which it is faster to attend to a row of the batch where it lies."""
+COPIED_ROWS = {True: 384, False: 1024}
+"""Rows of a key/value head up to which it is faster to attend to a row of the batch where it lies; whether the cache is
+e4m3."""
 
 
 class Copying(NamedTuple):
@@ -48,13 +51,10 @@ class Copying(NamedTuple):
     Attributes:
         config: its instance.
         room: of the copies. Packed rows of at most `room.few` queries are the decode kernel's.
-        copies, codes: uninitialised, keys and values, and queries as of `_empty_codes`.
     """
 
     config: configs.HopperConfig
     room: Room
-    copies: Copies
-    codes: Quantized
 
 
 def _as_batch(x: torch.Tensor) -> torch.Tensor:
@@ -64,8 +64,8 @@ def _as_batch(x: torch.Tensor) -> torch.Tensor:
 
 def _as_packed(x: torch.Tensor) -> torch.Tensor:
     """Contiguous (B, H, S, D) as packed sequences (1, H, T, D): sequence b begins with token b H S, and head h lies h S
-    tokens behind the first one. Packed (T, H, D) as (1, H, T, D)."""
-    if x.dim() == 3:
+    tokens behind the first one. One row of any strides as it is, and packed (T, H, D) as (1, H, T, D)."""
+    if x.dim() == 3 or x.shape[0] == 1:
         return _as_batch(x)
     rows, heads, length, dim = x.shape
     return x.as_strided((1, heads, ((rows - 1) * heads + 1) * length, dim), (x.numel(), length * dim, dim, 1))
@@ -78,10 +78,15 @@ def _empty_codes(query: torch.Tensor, device: torch.device) -> Quantized:
     return Quantized(data, torch.empty(data.shape[:3], dtype=torch.float32, device=device), "token", "rows", data.shape[2])
 
 
+def _causal_of(how: Scoring) -> tuple[Causal, Window]:
+    """Which keys rows of packed sequences see, as `Call` has it."""
+    return ("none", CAUSAL_WINDOW) if how.window == (-1, -1) else ("bottom_right", how.window)
+
+
 def _call_of(
     query: torch.Tensor, copies: Copies, codes: Quantized, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype, longest: int
 ) -> Call:  # fmt: skip
-    """Attention of quantized queries to copies.
+    """Attention of quantized queries to copies of an e4m3 cache.
 
     Args:
         codes: of `_empty_codes`.
@@ -91,12 +96,28 @@ def _call_of(
     if query.dim() == 4:
         q = _as_packed(q)
         q_scale = q_scale.as_strided((1, heads, q.shape[2]), (q_scale.numel(), query.shape[2], 1))
-    everything = how.window == (-1, -1)
+    causal, window = _causal_of(how)
+    assert copies.k_scale is not None and copies.v_scale is not None
     varlen = copies.varlen(q.shape[2], batch, (batch.most_queries(query), longest))
     return Call(
         q, q_scale, GROUPS["token"], copies.k, copies.k_scale, GROUPS["block"], copies.v, copies.v_scale, None, None, None, copies.k.shape[2],
-        how.softmax_scale, "none" if everything else "bottom_right", "e4m3", None, out_dtype, True,
-        CAUSAL_WINDOW if everything else how.window, how.softcap, how.sinks, varlen=varlen,
+        how.softmax_scale, causal, "e4m3", None, out_dtype, True, window, how.softcap, how.sinks, varlen=varlen,
+    )  # fmt: skip
+
+
+def _problem_of(
+    query: torch.Tensor, copies: Copies, recipe: Recipe, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype, longest: int
+) -> Problem:  # fmt: skip
+    """Attention to copies of a cache in half precision, which are quantized, as the attention kernel quantizes queries.
+
+    Args:
+        query: of `_as_packed`.
+        longest: as of `_call_of`.
+    """
+    q, (causal, window) = _as_packed(query), _causal_of(how)
+    varlen = copies.varlen(q.shape[2], batch, (batch.most_queries(query), longest))
+    return Problem(
+        q, copies.k, copies.v, how.softmax_scale, recipe.qk, causal, out_dtype, True, None, window, how.softcap, how.sinks, varlen,
     )  # fmt: skip
 
 
@@ -109,24 +130,31 @@ def _attend_to_copies(
         BuildError: a kernel can't be compiled here.
     """
     out, lse = results = cuda_run.empty_results(query, cache.v.shape[3], out_dtype)
-    copies, codes = plan.copies, plan.codes
-    cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
-    if plan.room.few:
-        cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, plan.room.few, results)
-    call = _call_of(query, copies, codes, batch, how, out_dtype, plan.room.longest)
+    room, copies = plan.room, Copies.empty(cache, batch, plan.room, query.device)
+    call: Call | Problem
+    if room.few:
+        cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, room.few, results)
+    if cache.recipe is None:
+        codes = _empty_codes(query, query.device)
+        cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
+        call = _call_of(query, copies, codes, batch, how, out_dtype, room.longest)
+    else:
+        several = query.dim() == 4 and query.shape[0] > 1
+        call = _problem_of(query.contiguous() if several else query, copies, cache.recipe, batch, how, out_dtype, room.longest)
     packed_lse = lse.unsqueeze(0) if query.dim() == 3 else lse.new_empty(1, *call.q.shape[1:3])
-    for number in range(plan.room.passes):
-        triton_kernels.paged_copies.copy(query, cache, batch, plan.room, copies, results, number)
-        table = triton_kernels.varlen.table_of(call, configs.ROWS, device, plan.config.consumers)
-        cuda_run.forward(call, device, plan.config, tile_table=table, into=(_as_packed(out), packed_lse))
+    for number in range(room.passes):
+        triton_kernels.paged_copies.copy(query, cache, batch, room, copies, results, number)
+        quantized = call if isinstance(call, Call) else fused_q_call(call)
+        table = triton_kernels.varlen.table_of(quantized, configs.ROWS, device, plan.config.consumers)
+        cuda_run.forward(quantized, device, plan.config, tile_table=table, into=(_as_packed(out), packed_lse))
         if query.dim() == 4:
             triton_kernels.paged_copies.store_lse(packed_lse, copies.spans.queries, lse)
     return results
 
 
-def _few_queries(query: torch.Tensor, group: int, batch: PagedBatch) -> int:
+def _few_queries(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch) -> int:
     """Packed rows of at most so many queries are attended to where they lie, beside others that are copied; 0: all are
-    copied. group: query heads that share keys.
+    copied.
 
     A kernel that expects several queries of a row takes twice as long for single ones. So it expects as many as rows
     have on average beside the longest one, unless these are many: then there are several long ones.
@@ -134,72 +162,74 @@ def _few_queries(query: torch.Tensor, group: int, batch: PagedBatch) -> int:
     rows, tokens, most = batch.lengths.shape[0], tokens_of(query), batch.most_queries(query)
     if batch.cu_seqlens is None or tokens == rows * most:
         return 0
-    single, several = (max(height // group, 1) for height in (decode_tensors.FEW_ROWS[False], decode.TILE_ROWS))
+    group = query.shape[1] // cache.kv_heads
+    single, several = (max(height // group, 1) for height in (decode_tensors.FEW_ROWS[not cache.is_fp8], decode.TILE_ROWS))
     return several if single * (rows - 1) < tokens - most <= several * (rows - 1) else single
 
 
-def _unsupported_tiles(rows: int, planned: cuda_run.Config | str, device: Device) -> str | None:
+def _unsupported_tiles(rows: int, config: configs.HopperConfig, device: Device) -> str | None:
     """The reason why it isn't worth while to copy for so few rows of all query heads, or None if it is: tiles of packed
     sequences aren't split, and the decode kernel's are."""
-    if isinstance(planned, str):
-        return None
-    tiles = rows // planned.tile_rows
-    return f"there are {tiles} tiles of {planned.tile_rows} rows; it takes one for each two SMs" if 2 * tiles < device.sm_count else None
+    tiles = rows // config.tile_rows
+    return f"there are {tiles} tiles of {config.tile_rows} rows; it takes one for each two SMs" if 2 * tiles < device.sm_count else None
 
 
-def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, on: torch.device) -> Copying | str:
+def _planned(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, room: Room) -> configs.HopperConfig | str:
+    """The instance that attends to copies, or why none does."""
+    device, meta = device_of(query.device), torch.device("meta")
+    copies = Copies.empty(cache, batch, room, meta)
+    if cache.recipe is None:
+        call = _call_of(query, copies, _empty_codes(query, meta), batch, how, torch.float32, room.longest)
+        planned = cuda_run.plan(call, device, first=True)
+        assert not isinstance(planned, PortableConfig)
+        reason = general_quantize.unsupported_call(_as_batch(query), None, None, QUERIES, device)
+        return planned if isinstance(planned, str) or reason is None else reason
+    if query.dim() == 4 and query.shape[0] > 1:
+        query = torch.empty(query.shape, dtype=query.dtype, device=meta)
+    problem = _problem_of(query, copies, cache.recipe, batch, how, torch.float32, room.longest)
+    return unsupported_fused_q(problem, device) or configs.choose(problem, device)
+
+
+def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> Copying | str:
     """Attention to copies, or why all rows are attended to where they lie.
 
     Nothing is compiled to find out, so compiling may still fail.
-
-    Args:
-        on: where the tensors of the plan are made: `meta` of one that isn't run.
     """
     device, group = device_of(query.device), query.shape[1] // max(cache.kv_heads, 1)
-    reason = paged_copies.unsupported_cache(cache)
-    if reason is None and (query.numel() == 0 or decode.rows_of_head(query, cache.kv_heads, batch) <= COPIED_ROWS):
-        reason = f"rows of the batch have up to {batch.most_queries(query)} queries; it takes more than {COPIED_ROWS // max(group, 1)}"
+    reason, least = paged_copies.unsupported_cache(cache), COPIED_ROWS[cache.is_fp8]
+    if reason is None and (query.numel() == 0 or decode.rows_of_head(query, cache.kv_heads, batch) <= least):
+        reason = f"rows of the batch have up to {batch.most_queries(query)} queries; it takes more than {least // max(group, 1)}"
     if reason is None and batch.batch_invariant:
         reason = "the batch is batch_invariant"
     if reason is not None:
         return reason
     rows, tokens = batch.lengths.shape[0], tokens_of(query)
-    few = _few_queries(query, group, batch)
+    few = _few_queries(query, cache, batch)
     room, queries = Room.of(query, cache, batch, how.window, few), tokens if batch.cu_seqlens is not None else rows * tokens
-    reason = room.unsupported(queries)
-    if reason is not None:
-        return reason
-    copies, codes = Copies.empty(cache, batch, room, on), _empty_codes(query, on)
-    planned = cuda_run.plan(_call_of(query, copies, codes, batch, how, torch.float32, room.longest), device, first=True)
+    planned = room.unsupported(queries) or _planned(query, cache, batch, how, room)
+    if isinstance(planned, str):
+        return planned
     reasons = (
         _unsupported_tiles(query.shape[1] * queries, planned, device),
         decode_tensors.unsupported_call(query, cache, replace(batch, max_count=few), how, device) if few else None,
-        planned if isinstance(planned, str) else build.unavailable(planned, device.arch),
-        general_quantize.unsupported_call(_as_batch(query), None, None, QUERIES, device),
+        build.unavailable(planned, device.arch),
     )
-    reason = next(filter(None, reasons), None)
-    if reason is not None:
-        return reason
-    assert isinstance(planned, configs.HopperConfig)
-    return Copying(planned, room, copies, codes)
+    return next(filter(None, reasons), None) or Copying(planned, room)
 
 
 def plan_attention(
-    backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, on: torch.device
+    backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
 ) -> decode_tensors.DecodeTensorsConfig | Copying | str:  # fmt: skip
     """The instance of the CUDA kernel that attends, or attention to copies; or why Triton's kernel attends. `backend`:
     `cuda` or `auto`.
 
     Nothing is compiled to find out, so compiling may still fail.
 
-    Args:
-        on: as of `plan_copying`.
-
     Raises:
         BackendUnavailable: the backend is `cuda`, and the kernels don't support the call.
     """
     device = device_of(query.device)
-    copying = plan_copying(query, cache, batch, how, on)
+    copying = plan_copying(query, cache, batch, how)
     if isinstance(copying, Copying):
         return copying
     reason = decode_tensors.unsupported_call(query, cache, batch, how, device)
@@ -222,7 +252,7 @@ def _by_cuda(
         BackendUnavailable: the backend is `cuda`, and the kernel doesn't support the call.
         BuildError: the backend is `cuda`, and the kernel can't be compiled here.
     """
-    planned, device = plan_attention(backend, query, cache, batch, how, query.device), device_of(query.device)
+    planned, device = plan_attention(backend, query, cache, batch, how), device_of(query.device)
     if isinstance(planned, str):
         return None
     if isinstance(planned, Copying):
@@ -232,12 +262,12 @@ def _by_cuda(
 
 def _attend_by(backend: str):
     def attend(
-        query: torch.Tensor, cache: Sequence[torch.Tensor], page_table: torch.Tensor, lengths: torch.Tensor, counts: torch.Tensor | None,
-        cu_seqlens: torch.Tensor | None, max_length: int | None, max_count: int | None, batch_invariant: bool, softmax_scale: float,
-        window: Sequence[int], softcap: float, sinks: torch.Tensor | None, out_dtype: torch.dtype,
+        query: torch.Tensor, cache: Sequence[torch.Tensor], recipe: str | None, page_table: torch.Tensor, lengths: torch.Tensor,
+        counts: torch.Tensor | None, cu_seqlens: torch.Tensor | None, max_length: int | None, max_count: int | None, batch_invariant: bool,
+        softmax_scale: float, window: Sequence[int], softcap: float, sinks: torch.Tensor | None, out_dtype: torch.dtype,
     ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         batch = PagedBatch(page_table, lengths, counts, None, max_length, cu_seqlens, max_count, batch_invariant)
-        tensors = PagedTensors.of(cache)
+        tensors = PagedTensors.of(cache, recipe)
         how = Scoring(softmax_scale, (window[0], window[1]), softcap, sinks)
         validate.check_tensors_call(query, tensors, batch, how)
         validate.check_launch(softmax_scale, "bottom_right", out_dtype)
@@ -288,8 +318,9 @@ def _append_by(backend: str):
 
 
 def _fake_attend(
-    query, cache, page_table, lengths, counts, cu_seqlens, max_length, max_count, batch_invariant, softmax_scale, window, softcap, sinks, out_dtype
-):
+    query, cache, recipe, page_table, lengths, counts, cu_seqlens, max_length, max_count, batch_invariant, softmax_scale, window, softcap, sinks,
+    out_dtype,
+):  # fmt: skip
     out, lse = empty_answer(query, cache[1].shape[3])
     return out.to(out_dtype), lse
 
@@ -300,10 +331,9 @@ def _fake_write(key, value, cache, *where) -> None:
 
 for _name in BACKENDS["attention"]:
     register(
-        f"{_name}_tensors_attention(Tensor query, Tensor[] cache, Tensor page_table, Tensor lengths, Tensor? counts, Tensor? cu_seqlens,"
-        " int? max_length, int? max_count, bool batch_invariant, float softmax_scale, int[2] window, float softcap, Tensor? sinks,"
-        " ScalarType out_dtype)"
-        " -> (Tensor, Tensor)",
+        f"{_name}_tensors_attention(Tensor query, Tensor[] cache, str? recipe, Tensor page_table, Tensor lengths, Tensor? counts,"
+        " Tensor? cu_seqlens, int? max_length, int? max_count, bool batch_invariant, float softmax_scale, int[2] window, float softcap,"
+        " Tensor? sinks, ScalarType out_dtype) -> (Tensor, Tensor)",
         _attend_by(_name),
         _fake_attend,
     )

@@ -110,6 +110,8 @@ class Recorder(TorchDispatchMode):
         self, size: Sequence[int], *, dtype: torch.dtype | None = None, device: torch.device | None = None, zero: bool = False,
         strides: Sequence[int] | None = None, **others: Any,
     ) -> torch.Tensor:  # fmt: skip
+        if device is not None and device.type == "meta":  # of a plan, which looks at shapes
+            return torch.empty_strided(size, contiguous_strides(size) if strides is None else strides, dtype=dtype, device=device)
         if device != self._device or any(x is not None and x is not False and x != torch.strided for x in others.values()):
             raise NotRecordable(f"it makes a tensor on {device} with {others}")
         return self.tensor(size, contiguous_strides(size) if strides is None else strides, dtype or torch.get_default_dtype(), zero=zero)

@@ -27,6 +27,7 @@ from .quantization import bias_pitch, scale_shape
 from .recipe import (
     DEFAULT_RECIPE,
     E4M3,
+    FUSED_RECIPES,
     QUERY_GROUP,
     ROW_GRANULARITIES,
     SCALE_BLOCK,
@@ -738,6 +739,7 @@ def check_paged_tensors(cache: PagedTensors, rows: int | None) -> None:
         _check_dim(f"cache.{name}", x.shape[3])
     if cache.v.shape[:3] != cache.k.shape[:3]:
         raise ValueError(f"cache.v has shape {tuple(cache.v.shape)}; its pages, slots and heads must be cache.k's, {tuple(cache.k.shape[:3])}")
+    _check_recipe_of_tensors(cache)
     pages, slots, heads, _ = cache.k.shape
     shapes: list[tuple[int, ...]] = [(), (1,), (heads,), (pages, slots, heads)]
     if rows is not None:
@@ -753,6 +755,18 @@ def check_paged_tensors(cache: PagedTensors, rows: int | None) -> None:
         assert isinstance(scale, torch.Tensor)
         if tuple(scale.shape) not in shapes:
             raise ValueError(f"cache.{name} has shape {tuple(scale.shape)}; it must be one of {', '.join(map(str, shapes))}")
+
+
+def _check_recipe_of_tensors(cache: PagedTensors) -> None:
+    """Check the recipe of the cache of another engine."""
+    if cache.recipe is None:
+        return
+    if not isinstance(cache.recipe, Recipe):
+        raise TypeError(f"cache.recipe is a {type(cache.recipe).__name__}; it must be a fp8attn.Recipe, or None")
+    if cache.is_fp8:
+        raise ValueError(f"cache.recipe is given and cache.k is {cache.k.dtype}; it must be None: the cache is quantized already")
+    if cache.recipe not in FUSED_RECIPES.values():
+        raise ValueError(f"cache.recipe is {cache.recipe}; it must be fp8attn.Recipe() or fp8attn.PRECISE: kernels of caches have no others")
 
 
 def _check_rows_of_tensors(cache: PagedTensors, batch: PagedBatch) -> None:

@@ -290,7 +290,7 @@ class _Flash:
         out = flash_attn_with_kvcache(
             q, k_cache, v_cache, k, v, cache_seqlens=cache_seqlens.to(torch.int32), block_table=block_table, softmax_scale=softmax_scale,
             causal=causal, window_size=window_size, softcap=softcap, k_descale=k_descale, v_descale=v_descale, sinks=_sinks(s_aux),
-            backend=self.paged_backend,
+            recipe=None, backend=self.paged_backend,
         )  # fmt: skip
         assert isinstance(out, torch.Tensor)
         return out

@@ -116,8 +116,8 @@ def flash_attn_varlen_func(
         return_attn_probs: also return the LSE (Hq, Tq), and None in place of the probabilities.
         k_descale, v_descale: of caches in e4m3, as of `flash_attn_with_kvcache`. Without `block_table` they must be
             None.
-        sinks, recipe, backend: as of fp8attn.varlen_sdpa. With `block_table` `recipe` has no effect, and `backend` is
-            one that fp8attn.paged_sdpa has.
+        sinks, recipe, backend: as of fp8attn.varlen_sdpa. With `block_table` `recipe` is that of fp8attn.PagedTensors,
+            and has no effect on caches in e4m3; `backend` is one that fp8attn.paged_sdpa has.
 
     Returns:
         out (Tq, Hq, Dv); with `return_attn_probs` (out, LSE, None).
@@ -127,7 +127,7 @@ def flash_attn_varlen_func(
     """
     _check_unsupported(dropout_p, alibi_slopes=alibi_slopes)
     if block_table is not None:
-        cache = _cache_of("k", k, v, k_descale, v_descale)
+        cache = _cache_of("k", k, v, k_descale, v_descale, recipe)
         _check_int32(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k, block_table=block_table)
         if (cu_seqlens_k is None) == (seqused_k is None):
             raise ValueError(f"cu_seqlens_k and seqused_k are {'None' if seqused_k is None else 'given'}; with block_table one of them must be None")
@@ -174,6 +174,7 @@ def flash_attn_with_kvcache(
     k_descale: Descale = None,
     v_descale: Descale = None,
     sinks: torch.Tensor | None = None,
+    recipe: Recipe | None = DEFAULT_RECIPE,
     backend: str = "auto",
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """flash_attn.flash_attn_with_kvcache by fp8attn.paged_sdpa, of caches in e4m3, too.
@@ -199,6 +200,7 @@ def flash_attn_with_kvcache(
         k_descale, v_descale: FlashAttention-3's, what restores an e4m3 cache, as scales of fp8attn.PagedTensors; per
             row and head (B, Hkv) only without k. None: 1.
         sinks, backend: as of fp8attn.paged_sdpa.
+        recipe: as of fp8attn.PagedTensors. It has no effect on caches in e4m3.
 
     Returns:
         out (B, Sq, Hq, Dv); with `return_softmax_lse` (out, LSE).
@@ -222,7 +224,7 @@ def flash_attn_with_kvcache(
     if not isinstance(q, torch.Tensor):
         raise TypeError(f"q is a {type(q).__name__}; it must be a torch.Tensor")
     _check_int32(cache_seqlens=cache_seqlens, cache_batch_idx=cache_batch_idx, block_table=block_table)
-    cache, rows, device = _cache_of("k_cache", k_cache, v_cache, k_descale, v_descale), q.shape[0], q.device
+    cache, rows, device = _cache_of("k_cache", k_cache, v_cache, k_descale, v_descale, recipe), q.shape[0], q.device
     table = block_table
     if table is None:
         table = (torch.arange(rows, dtype=torch.int32, device=device) if cache_batch_idx is None else cache_batch_idx).view(-1, 1)
@@ -301,13 +303,16 @@ def _counted(window_size: Window, causal: bool) -> Window:
     return left, 0 if causal else right
 
 
-def _cache_of(name: str, k: torch.Tensor, v: torch.Tensor, k_descale: Descale, v_descale: Descale) -> PagedTensors:
+def _cache_of(
+    name: str, k: torch.Tensor, v: torch.Tensor, k_descale: Descale, v_descale: Descale, recipe: Recipe | None
+) -> PagedTensors:  # fmt: skip
     """The cache of another engine. `name`: of k in the call."""
     for of, x in ((name, k), (name.replace("k", "v", 1), v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{of} is a {type(x).__name__}; it must be a torch.Tensor")
-    scales = [1.0 if k.dtype in E4M3_BYTES and scale is None else scale for scale in (k_descale, v_descale)]
-    return PagedTensors(k, v, *scales)
+    is_fp8 = k.dtype in E4M3_BYTES
+    k_scale, v_scale = (1.0 if is_fp8 and scale is None else scale for scale in (k_descale, v_descale))
+    return PagedTensors(k, v, k_scale, v_scale, None if is_fp8 else recipe)
 
 
 def _check_int32(**tensors: object) -> None:

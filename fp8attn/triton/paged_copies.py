@@ -1,4 +1,4 @@
-"""Copies of rows of e4m3 caches of other engines, as fp8attn/paged_copies.py defines them, in one launch; and the LSE
+"""Copies of rows of caches of other engines, as fp8attn/paged_copies.py defines them, in one launch; and the LSE
 of queries that attended to them."""
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..paged_tensors import PagedTensors, counted_window
 from ..pages import PAGE, PagedBatch, tokens_of
 from .launch import ceil_div, launch
 from .paged_append import page_number
-from .paged_tensors import Traits, bytes_of, load_slots, place_of, scale_arguments
+from .paged_tensors import Traits, load_slots, place_of, scale_arguments
 from .quantize_steps import power_of_2
 from .tile import E4M3_NAN, SCALE_BLOCK, is_finite, key_of_slot
 from .varlen import SEARCH, begins_of, spans_of
@@ -23,18 +23,20 @@ PROGRAMS = 16
 
 CLEARED: tl.constexpr = tl.constexpr(16)  # queries that are cleared at a time
 WORDS: tl.constexpr = tl.constexpr(PAGE // 4)  # of a channel of a block
+TOKENS: tl.constexpr = tl.constexpr(64)  # in half precision, that are copied at a time
+NAN: tl.constexpr = tl.constexpr(0x7FFF)  # both of float16 and of bfloat16
 
 
 @triton.jit
 def new_tokens_of(row, cu_seqlens, lengths, length, inside):
     """Of rows of a batch, a tensor or a number: the first new token among packed ones, how many were given, and the
-    tokens of the sequence; 0 where not `inside`."""
+    tokens of the sequence, below 0 if there are none; 0 where not `inside`."""
     if cu_seqlens is None:
         begin = row * 0
         given = tl.where(inside, length, 0)
     else:
         begin, given = spans_of(cu_seqlens, None, row, length, inside)
-    return begin, given, tl.maximum(tl.load(lengths + row, mask=inside, other=0), 0)
+    return begin, given, tl.load(lengths + row, mask=inside, other=0)
 
 
 @triton.jit
@@ -43,14 +45,33 @@ def round_up(n):
 
 
 @triton.jit
-def wanted_before(row, cu_seqlens, lengths, length, few, most):
+def copied_tokens(given, count, end, limits):
+    """Of rows, tensors or numbers: how many of `count` new tokens attend to copies; the first token that is copied, and
+    how many are. limits: few, most, longest and beyond of paged_copies.Room, and the window's left side."""
+    few, most, longest, beyond, left = limits
+    used = tl.minimum(end, longest + beyond)
+    seeing = tl.where(given > most, 0, tl.maximum(count - (end - used), 0))
+    first = tl.where(left < 0, 0, tl.maximum(used - seeing - left, 0) // SCALE_BLOCK * SCALE_BLOCK)
+    return seeing, first, tl.where((given > few) & (seeing > 0), used - first, 0)
+
+
+@triton.jit
+def real_tokens(row, counts, given, end, inside):
+    """How many of the `given` new tokens of rows, a tensor or a number, are tokens of `end`."""
+    count = given if counts is None else tl.load(counts + row, mask=inside, other=0)
+    return tl.maximum(tl.minimum(tl.minimum(count, given), end), 0)
+
+
+@triton.jit
+def wanted_before(row, cu_seqlens, lengths, counts, length, limits):
     """The tokens that rows before one would take."""
     lanes = tl.arange(0, SEARCH)
     found = tl.zeros([SEARCH], tl.int64)
     for first in range(0, row, SEARCH):
         index = first + lanes
         _, given, end = new_tokens_of(index, cu_seqlens, lengths, length, index < row)
-        found += tl.where(given > few, round_up(tl.minimum(end, most)), 0)
+        _, _, copied = copied_tokens(given, real_tokens(index, counts, given, end, index < row), end, limits)
+        found += round_up(copied)
     return tl.sum(found, 0)
 
 
@@ -71,23 +92,26 @@ def clear_queries(out, lse, first_row, row_step, lse_at, first, real, given, ste
 
 
 @triton.jit
-def load_tokens(token, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C: tl.constexpr):
-    """Codes of one head's tokens (N,), keys (N, width) and values (N, value width): NaN and zeros of those that make
-    rows NaN which see them."""
+def load_tokens(token, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C: tl.constexpr):
+    """One head's tokens (N,), keys (N, width) and values (N, value width): NaN and zeros of those that make rows NaN
+    which see them. Of half precision only of those that aren't there."""
     index, slot = place_of(token, page, C)
-    number, exists = page_number(table, tl.where(token < longest, index, table_width), table_width, every_page)
+    number, exists = page_number(table, tl.where(token < there, index, table_width), table_width, every_page)
     exists = exists & (token < used)
     key = load_slots(k, k_strides, number, slot, exists, C.dim, C.width)
     value = load_slots(v, v_strides, number, slot, exists, C.value_dim, C.value_width)
-    bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | nonfinite
-    return tl.where(bad[:, None], E4M3_NAN, key).to(tl.uint8), tl.where(bad[:, None], 0, value).to(tl.uint32)
+    if C.codes:
+        bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | (finite == 0)
+        return tl.where(bad[:, None], E4M3_NAN, key).to(tl.uint8), tl.where(bad[:, None], 0, value).to(tl.uint32)
+    else:
+        return tl.where(exists[:, None], key, NAN), value
 
 
 @triton.jit
-def store_keys(to, token, used, key, C: tl.constexpr):
-    """Store keys (N, width) of tokens (N,)."""
-    columns = tl.arange(0, C.width)
-    tl.store(to + token.to(tl.int64)[:, None] * C.dim + columns[None, :], key, mask=(token < used)[:, None] & (columns < C.dim)[None, :])
+def store_rows(to, token, count, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """Store keys or values (N, WIDTH) of tokens (N,), counted from the first that is copied."""
+    columns = tl.arange(0, WIDTH)
+    tl.store(to + token.to(tl.int64)[:, None] * DIM + columns[None, :], x, mask=(token < count)[:, None] & (columns < DIM)[None, :])
 
 
 @triton.jit(
@@ -121,12 +145,12 @@ def copy_kernel(
     Queries that are no tokens get zeros and -inf, and NaN those behind the tokens that a row has room for.
 
     Args:
-        k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes.
+        k, v: (P, page, Hkv, D or Dv), strides of this order; e4m3 as bytes, halves as int16.
         k_scale, v_scale: strides over rows of the batch, pages, slots and heads.
         q_starts, queries, k_starts, keys: of paged_copies.Spans.
-        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, values as words of four codes.
+        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, e4m3 values as words of four codes.
         out, lse: (B, Hq, S, Dv) and (B, Hq, S); or packed, (T, Hq, Dv) and (Hq, T).
-        few, longest, beyond, room, of_pass: of paged_copies.Room, `room` its tokens. number: of the pass.
+        few, most, longest, beyond, room, of_pass: of paged_copies.Room, `room` its tokens. number: of the pass.
     """
     VALUE_WIDTH: tl.constexpr = C.value_width
     program = tl.program_id(0)
@@ -134,20 +158,18 @@ def copy_kernel(
     head = (program // chunks % kv_heads).to(tl.int64)
     row = (program // chunks // kv_heads).to(tl.int64)
     begin, given, end = new_tokens_of(row, cu_seqlens, lengths, length, row < rows_of_batch)
-    count = given
-    if counts is not None:
-        count = tl.load(counts + row)
-    count = tl.maximum(tl.minimum(tl.minimum(count, given), end), 0)
-    used = tl.minimum(end, longest + beyond)
-    seeing = tl.maximum(count - (end - used), 0)
-    before = wanted_before(row, cu_seqlens, lengths, length, few, longest + beyond) - number.to(tl.int64) * of_pass
-    copied = (given > few) & (before >= 0) & (before < of_pass)
+    limits = few, most, longest, beyond, left
+    count = real_tokens(row, counts, given, end, row < rows_of_batch)
+    seeing, first, keys_of_row = copied_tokens(given, count, end, limits)
+    before = wanted_before(row, cu_seqlens, lengths, counts, length, limits) - number.to(tl.int64) * of_pass
+    of_this = (given > few) & (before >= 0) & (before < of_pass)
+    copied = of_this & (keys_of_row > 0)
     before = tl.minimum(tl.maximum(before, 0), room)
     if (head == 0) & (chunk == 0):
         tl.store(q_starts + row, (row * q_heads * length).to(tl.int32))
         tl.store(queries + row, tl.where(copied, seeing, 0))
         tl.store(k_starts + row, before.to(tl.int32))
-        tl.store(keys + row, tl.where(copied, used, 0))
+        tl.store(keys + row, tl.where(copied, keys_of_row, 0))
         if row == rows_of_batch - 1:
             tl.store(q_starts + rows_of_batch, rows_of_batch * q_heads * length)
             tl.store(k_starts + rows_of_batch, room)
@@ -157,7 +179,7 @@ def copy_kernel(
         for own in range(0, group):
             q_head = head * group + own
             clear_queries(out, lse, q_head, q_heads, q_head * length, tail, 0, length, rows_of_batch * chunks * CLEARED, C.value_dim, VALUE_WIDTH)
-    if copied:
+    if of_this:
         for own in range(0, group):
             q_head = head * group + own
             if cu_seqlens is None:
@@ -165,40 +187,48 @@ def copy_kernel(
             else:
                 first_row, step, lse_at = begin.to(tl.int64) * q_heads + q_head, q_heads, q_head * length + begin
             clear_queries(out, lse, first_row, step, lse_at, seeing + chunk * CLEARED, count, given, chunks * CLEARED, C.value_dim, VALUE_WIDTH)
-
-        own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
-        own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
-        finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
-        nonfinite = (given > most) | ((right < 0) & (end > longest)) | (finite == 0)
-        channels = tl.arange(0, VALUE_WIDTH)
-        if chunk == 0:
-            at = copied_v_scale + (row * kv_heads + head) * C.value_dim + channels
-            tl.store(at, tl.where(finite, own_v_scale, 0.0) + tl.zeros([VALUE_WIDTH], tl.float32), mask=channels < C.value_dim)
+    if copied:
+        used = first + keys_of_row
+        there = tl.where((right < 0) & (end > longest), 0, tl.minimum(used, longest))
         k += head * k_strides[2]
         v += head * v_strides[2]
         table = page_table + row * table_stride
-        pages = room // SCALE_BLOCK + rows_of_batch
-        first_page = before // SCALE_BLOCK + row  # layout.first_unit
         copied_k += (head * room + before) * C.dim
-        copied_v += (head * C.value_dim * pages + first_page) * WORDS
-        copied_k_scale += head * pages + first_page
-        words = tl.arange(0, WORDS)
-        least = tl.where(left < 0, 0, tl.maximum(used - seeing - left, 0) // SCALE_BLOCK)
-        for block in range(least + chunk, tl.cdiv(used, SCALE_BLOCK), chunks):
-            # a word has four slots
-            slot = block * SCALE_BLOCK + 4 * words
-            t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
-            k0, v0 = load_tokens(t0, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
-            k1, v1 = load_tokens(t1, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
-            k2, v2 = load_tokens(t2, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
-            k3, v3 = load_tokens(t3, used, longest, table, table_width, k, k_strides, v, v_strides, every_page, page, nonfinite, C)
-            store_keys(copied_k, t0, used, k0, C)
-            store_keys(copied_k, t1, used, k1, C)
-            store_keys(copied_k, t2, used, k2, C)
-            store_keys(copied_k, t3, used, k3, C)
-            at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + block * WORDS + words[None, :]
-            tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
-            tl.store(copied_k_scale + block, tl.where(finite, own_k_scale, 1.0))
+        if C.codes:
+            own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
+            own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
+            finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
+            channels = tl.arange(0, VALUE_WIDTH)
+            if chunk == 0:
+                at = copied_v_scale + (row * kv_heads + head) * C.value_dim + channels
+                tl.store(at, tl.where(finite, own_v_scale, 0.0) + tl.zeros([VALUE_WIDTH], tl.float32), mask=channels < C.value_dim)
+            pages = room // SCALE_BLOCK + rows_of_batch
+            first_page = before // SCALE_BLOCK + row  # layout.first_unit
+            copied_v += (head * C.value_dim * pages + first_page) * WORDS
+            copied_k_scale += head * pages + first_page
+            words = tl.arange(0, WORDS)
+            for block in range(chunk, tl.cdiv(keys_of_row, SCALE_BLOCK), chunks):
+                # a word has four slots
+                slot = block * SCALE_BLOCK + 4 * words
+                t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
+                k0, v0 = load_tokens(first + t0, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+                k1, v1 = load_tokens(first + t1, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+                k2, v2 = load_tokens(first + t2, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+                k3, v3 = load_tokens(first + t3, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+                store_rows(copied_k, t0, keys_of_row, k0, C.dim, C.width)
+                store_rows(copied_k, t1, keys_of_row, k1, C.dim, C.width)
+                store_rows(copied_k, t2, keys_of_row, k2, C.dim, C.width)
+                store_rows(copied_k, t3, keys_of_row, k3, C.dim, C.width)
+                at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + block * WORDS + words[None, :]
+                tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
+                tl.store(copied_k_scale + block, tl.where(finite, own_k_scale, 1.0))
+        else:
+            copied_v += (head * room + before) * C.value_dim
+            for start in range(chunk * TOKENS, keys_of_row, chunks * TOKENS):
+                t = start + tl.arange(0, TOKENS)
+                key, value = load_tokens(first + t, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, True, C)
+                store_rows(copied_k, t, keys_of_row, key, C.dim, C.width)
+                store_rows(copied_v, t, keys_of_row, value, C.value_dim, C.value_width)
 
 
 def copy(
@@ -218,13 +248,14 @@ def copy(
     rows, table = batch.lengths.shape[0], batch.page_table
     spans, kv_heads, device = copies.spans, cache.kv_heads, device_of(q.device)
     chunks = max(min(room.of_row // PAGE, ceil_div(PROGRAMS * device.sm_count, rows * kv_heads)), 1)
-    k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
+    k, v, copied_k = (x.view(torch.uint8 if cache.is_fp8 else torch.int16) for x in (cache.k, cache.v, copies.k))
+    copied_v = copies.v.view(torch.int32 if cache.is_fp8 else torch.int16)
     launch(
         copy_kernel, (chunks * kv_heads * rows,),
         k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts, batch.cu_seqlens,
-        spans.q, spans.queries, spans.k, spans.keys, copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale, *results,
+        spans.q, spans.queries, spans.k, spans.keys, copied_k, copies.k_scale, copied_v, copies.v_scale, *results,
         rows, q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cache.k.shape[0], cache.page, *counted_window(room.window),
-        room.few, batch.most_queries(q), room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, Traits.of(cache, device),
+        room.few, room.most, room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, Traits.of(cache, device),
         num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) // 16, 1), warmup=warmup,
     )  # fmt: skip
 

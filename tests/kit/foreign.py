@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from closeness import E4M3_STEP, LOG2E, TENSOR_CORE_STEP
 from fp8attn import PagedBatch, PagedTensors
 from fp8attn.cuda import decode_tensors
+from fp8attn.recipe import FUSED_RECIPES, ProductType
 from fp8attn.reference import Scoring
 from strategies import of_few_kinds
 
@@ -32,6 +33,7 @@ class Case:
         scales: K's and V's, of an e4m3 cache.
         lengths: of the sequences.
         ragged: whether there are counts: of every second row its length modulo 3.
+        qk: names the recipe of a cache in half precision, one of recipe.FUSED_RECIPES; None: it has none.
     """
 
     lengths: tuple[int, ...] = (70, 0, 1, 33)
@@ -50,6 +52,7 @@ class Case:
     sinks: bool = False
     ragged: bool = False
     seed: int = 0
+    qk: ProductType | None = None
 
     def call(self, device: torch.device) -> Call:
         g = torch.Generator().manual_seed(self.seed)
@@ -90,7 +93,7 @@ class Case:
         moved = [None if x is None else moved_to(x, device) for x in (k, v, *scales)]
         batch = PagedBatch(ints(table), ints(self.lengths), counts)
         how = Scoring(self.dim**-0.5, self.window, self.softcap, sinks)
-        return Call(q.to(device), PagedTensors(*moved), batch, how, tokens)
+        return Call(q.to(device), PagedTensors(*moved, recipe=None if is_fp8 or self.qk is None else FUSED_RECIPES[self.qk]), batch, how, tokens)
 
     def _tensors(self, pages: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V (P, page, Hkv, D) of NaN, D and Dv rounded up to the same."""

@@ -92,6 +92,13 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (attending(sinks=torch.zeros(8)[::2]), ValueError, "sinks has strides"),
     (attending(scale=float("nan")), ValueError, "scale is nan"),
     (attending(out_dtype=torch.int8), TypeError, "out_dtype is torch.int8"),
+    (attending(cache=of(HALF, recipe="fast")), TypeError, "cache.recipe is a str; it must be a fp8attn.Recipe, or None"),
+    (attending(cache=of(recipe=fp8attn.Recipe())), ValueError, "cache.recipe is given and cache.k is torch.float8_e4m3fn; it must be None"),
+    (
+        attending(cache=of(HALF, recipe=fp8attn.Recipe(rotate=0))),
+        ValueError,
+        r"cache.recipe is Recipe\(.*it must be fp8attn.Recipe\(\) or fp8attn.PRECISE",
+    ),
     (attending(return_lse=1), TypeError, "return_lse is a int"),
     (attending(backend="eager"), ValueError, "backend is 'eager'; with fp8attn.PagedTensors it must be one of"),
     (writing(cache=KVCache(1, 1, 2, 64, device="cpu")), TypeError, "cache is a KVCache; it must be a fp8attn.PagedTensors"),
@@ -109,7 +116,7 @@ TENSORS_ERRORS: tuple[Sample, ...] = (
     (writing(backend="cuda"), ValueError, "backend is 'cuda'"),
     (
         functools.partial(
-            library_ops.auto_tensors_attention, Q, [K, K], *BATCH.tensors()[:3], None, None, None, False, 0.1, [-1, 0], 0.0, None, torch.float32
+            library_ops.auto_tensors_attention, Q, [K, K], None, *BATCH.tensors()[:3], None, None, None, False, 0.1, [-1, 0], 0.0, None, torch.float32
         ),
         ValueError,
         "cache.k_scale is None",

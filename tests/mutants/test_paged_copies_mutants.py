@@ -20,25 +20,28 @@ pytestmark = pytest.mark.skipif(GPU, reason="compiled kernels keep the functions
 DEVICE = torch.device("cpu")
 CASE = Case((300, 129, 257), 40, 16, 2, 3, 64, 64, scales=("row", "head"), seed=1)
 
-original_load, original_store, original_clear = kernels.load_tokens, kernels.store_keys, kernels.clear_queries
-original_before, original_new, original_slot = kernels.wanted_before, kernels.new_tokens_of, kernels.key_of_slot
-original_round, original_finite, original_page = kernels.round_up, kernels.is_finite, kernels.page_number
+HALF = replace(CASE, dtype=torch.float16, qk="e4m3")
+
+original_load, original_store, original_clear = kernels.load_tokens, kernels.store_rows, kernels.clear_queries
+original_before, original_copied, original_finite = kernels.wanted_before, kernels.copied_tokens, kernels.is_finite
+original_page = kernels.page_number
 
 
 @triton.jit
-def values_that_are_nan_unseen(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C: tl.constexpr):
-    key, value = original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C)
-    return tl.where(key == 0x7F, 0, key).to(tl.uint8), value
+def values_that_are_nan_unseen(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C: tl.constexpr):
+    key, value = original_load(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C)
+    return tl.where(key == 0x7F, 0, key).to(tl.uint8) if C.codes else key, value
 
 
 @triton.jit
-def tokens_behind_the_last(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C: tl.constexpr):
-    return original_load(token, used + 1, longest + 1, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C)
+def missing_halves_are_zero(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C: tl.constexpr):
+    key, value = original_load(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C)
+    return key if C.codes else tl.where(key == 0x7FFF, 0, key), value
 
 
 @triton.jit
-def rows_that_stay_finite(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite, C: tl.constexpr):
-    return original_load(token, used, longest, table, width, k, k_strides, v, v_strides, every, page, nonfinite & False, C)
+def tokens_behind_the_last(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C: tl.constexpr):
+    return original_load(token, used + 1, there + 1, table, width, k, k_strides, v, v_strides, every, page, finite, C)
 
 
 @triton.jit
@@ -48,8 +51,8 @@ def any_page(table, page, width, every_page):
 
 
 @triton.jit
-def keys_of_other_tokens(to, token, used, key, C: tl.constexpr):
-    original_store(to, token ^ 1, used, key, C)
+def rows_of_other_tokens(to, token, count, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    original_store(to, token ^ 1, count, x, DIM, WIDTH)
 
 
 @triton.jit
@@ -63,19 +66,23 @@ def zeros_in_place_of_nan(out, lse, first_row, row_step, lse_at, first, real, gi
 
 
 @triton.jit
-def rows_of_few_count(row, cu_seqlens, lengths, length, few, most):
-    return original_before(row, cu_seqlens, lengths, length, -1, most)
+def rows_of_few_count(row, cu_seqlens, lengths, counts, length, limits):
+    return original_before(row, cu_seqlens, lengths, counts, length, (-1, limits[1], limits[2], limits[3], limits[4]))
 
 
 @triton.jit
-def long_rows_count_whole(row, cu_seqlens, lengths, length, few, most):
-    return original_before(row, cu_seqlens, lengths, length, few, 1 << 20)
+def long_rows_count_whole(row, cu_seqlens, lengths, counts, length, limits):
+    return original_before(row, cu_seqlens, lengths, counts, length, (limits[0], limits[1], 1 << 20, limits[3], limits[4]))
 
 
 @triton.jit
-def lengths_below_zero(row, cu_seqlens, lengths, length, inside):
-    begin, given, _ = original_new(row, cu_seqlens, lengths, length, inside)
-    return begin, given, tl.load(lengths + row, mask=inside, other=0)
+def any_number_of_queries(given, count, end, limits):
+    return original_copied(given, count, end, (limits[0], 1 << 20, limits[2], limits[3], limits[4]))
+
+
+@triton.jit
+def a_block_too_few(given, count, end, limits):
+    return original_copied(given, count, end, (limits[0], limits[1], limits[2], limits[3], tl.maximum(limits[4] - 128, -1)))
 
 
 @triton.jit
@@ -91,15 +98,16 @@ def any_scale(x):
 MUTANTS = {
     "NaN of values": ("load_tokens", values_that_are_nan_unseen),
     "tokens behind the last one": ("load_tokens", tokens_behind_the_last),
-    "rows with too many queries": ("load_tokens", rows_that_stay_finite),
+    "halves that aren't there": ("load_tokens", missing_halves_are_zero),
+    "rows with too many queries": ("copied_tokens", any_number_of_queries),
+    "a block that the window has": ("copied_tokens", a_block_too_few),
     "any page": ("page_number", any_page),
-    "keys of other tokens": ("store_keys", keys_of_other_tokens),
+    "other tokens": ("store_rows", rows_of_other_tokens),
     "tokens in order": ("key_of_slot", lambda slot: slot),
     "queries that stay": ("clear_queries", queries_that_stay),
     "zeros in place of NaN": ("clear_queries", zeros_in_place_of_nan),
     "rows of few queries": ("wanted_before", rows_of_few_count),
     "rows that are too long": ("wanted_before", long_rows_count_whole),
-    "lengths below zero": ("new_tokens_of", lengths_below_zero),
     "parts of blocks": ("round_up", parts_of_blocks),
     "scales that aren't finite": ("is_finite", any_scale),
 }
@@ -108,13 +116,13 @@ MUTANTS = {
 def check() -> None:
     """Packed rows of few and of many queries, one of too many; lengths, pages, values and scales that aren't right; and passes."""
     for seed in range(6):
-        one = replace(CASE, window=(-1, 0) if seed % 2 else (100, 3)).call(DEVICE)
-        for call, few in ((one, 0), (packed(CASE.call(DEVICE), [40, 2, 30], 3, 35), 2)):
+        one, half = (replace(case, window=(-1, 0) if seed % 2 else (150, 3)).call(DEVICE) for case in (CASE, HALF))
+        for call, few in ((one, 0), (packed(CASE.call(DEVICE), [40, 2, 30], 3, 35), 2), (half, 0)):
             for x in (call.cache.k, call.cache.v):  # page 0, which is read in place of a missing one, has finite tokens
                 x[0].view(torch.uint8).zero_()
             call = nonfinite(call, seed)
             check_copies(call, room_of(call, few))
-    for length in (1 << 30, -3, 290):
+    for length in (1 << 30, 420, -3, 290):
         call = packed(CASE.call(DEVICE), [40, 2, 30], 3, None)
         call.batch.lengths[0] = length
         check_copies(call, room_of(call, 2))

@@ -1207,8 +1207,12 @@ def test_decode_steps_from_caches_of_other_engines_are_kept(fp8: bool, repeats: 
         assert bytes(p.maps)[:8] == cache.k.data_ptr().to_bytes(8, sys.byteorder) and (p.page, p.left, p.right) == (16, 9, 0)
 
 
+@pytest.mark.usefixtures("without_torch")
+@pytest.mark.parametrize("recipe", (None, fp8attn.Recipe()), ids=("e4m3", "half"))
 @pytest.mark.parametrize("is_packed, passes", ((False, 1), (True, 1), (True, 3)))
-def test_calls_whose_rows_are_copied_are_kept(is_packed: bool, passes: int, repeats: Repeats, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_whose_rows_are_copied_are_kept(
+    is_packed: bool, passes: int, recipe: fp8attn.Recipe | None, repeats: Repeats, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
     """All launches of all passes, with one workspace for the copies."""
 
     def copy(q, cache, batch, room, copies, results, number) -> None:
@@ -1224,17 +1228,19 @@ def test_calls_whose_rows_are_copied_are_kept(is_packed: bool, passes: int, repe
     monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=4))
     if passes > 1:
-        monkeypatch.setattr(paged_copies, "MOST_BYTES", 2 * 512 * 2 * 2 * 64 - 1)
+        monkeypatch.setattr(paged_copies, "MOST_BYTES", (3 if recipe else 1) * 2 * 512 * 2 * 2 * 64 - 1)
         monkeypatch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
+    monkeypatch.setattr(paged_tensors_ops, "COPIED_ROWS", {True: 384, False: 384})
     for i in range(4):
-        k = torch.zeros(40, 16, 2, 64).to(torch.float8_e4m3fn)
-        cache = fp8attn.PagedTensors(k, k, torch.ones(2), torch.ones(2))
+        k = torch.zeros(40, 16, 2, 64).to(torch.bfloat16 if recipe else torch.float8_e4m3fn)
+        scales = () if recipe else (torch.ones(2), torch.ones(2))
+        cache = fp8attn.PagedTensors(k, k, *scales, recipe=recipe)
         batch = PagedBatch(torch.zeros(2, 32, dtype=torch.int32), torch.full((2,), 300, dtype=torch.int32))
         query = torch.zeros(2, 8, 200, 64).bfloat16()
         if is_packed:
             query = query[0, :, :].transpose(0, 1).contiguous()
             batch = dataclasses.replace(batch, cu_seqlens=torch.tensor([0, 1, 200], dtype=torch.int32), max_count=199)
-        plan = paged_tensors_ops.plan_attention("cuda", query, cache, batch, Scoring(0.125), CPU)
+        plan = paged_tensors_ops.plan_attention("cuda", query, cache, batch, Scoring(0.125))
         assert isinstance(plan, paged_tensors_ops.Copying) and plan.room.passes == passes
         fp8attn.paged_sdpa(query, cache, batch, return_lse=True, backend="cuda")
         assert repeats.last() == (i > 1)

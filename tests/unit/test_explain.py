@@ -22,7 +22,7 @@ from fp8attn.call import empty_lse, empty_output
 from fp8attn.cuda import build, configs, prefill, quantize
 from fp8attn.cuda import run as cuda_run
 from fp8attn.device import ARCHITECTURES
-from fp8attn.recipe import FUSED_RECIPES
+from fp8attn.recipe import FUSED_RECIPES, Packed, ProductType, Quantized
 from fp8attn.triton import run as triton_run
 
 pytestmark = pytest.mark.anywhere
@@ -343,30 +343,41 @@ def test_decode_steps_beside_prompts(
 @pytest.mark.parametrize(
     "counts, few, passes", (((1, 200), 2, 1), ((5, 200), 8, 1), ((90, 200), 2, 1), ((200, 200), 0, 1), ((1, 200), 2, 3), (None, 0, 1))
 )
+@pytest.mark.parametrize("recipe", (None, Recipe(), fp8attn.PRECISE), ids=("e4m3", "half", "half by int8"))
 def test_prompts_of_caches_of_other_engines(
-    counts: tuple[int, ...] | None, few: int, passes: int, paged_launches: list[str], monkeypatch: pytest.MonkeyPatch
+    recipe: Recipe | None, counts: tuple[int, ...] | None, few: int, passes: int, paged_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Rows of many queries are copied, beside rows of few ones, in as many passes as it takes."""
+    few *= 2 if recipe and few == 2 else 1
+
+    def packed(k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: Packed, *_: Any) -> tuple[Quantized, Quantized]:
+        paged_launches.append("packed")
+        return quantize_ref.empty_packed(k, v, FUSED_RECIPES[qk], packed)
 
     for module, name, launch in (
         (triton_kernels.paged_copies, "copy", lambda *_: paged_launches.append("copied")),
         (triton_kernels.paged_copies, "store_lse", lambda *_: paged_launches.append("LSE")),
         (triton_kernels.varlen, "table_of", lambda *_: None),
         (cuda_run, "quantize_any", lambda *_, into: paged_launches.append("quantized")),
+        (cuda_run, "quantize_packed", packed),
         (cuda_run, "forward", lambda *_, **results: paged_launches.append("hopper")),
     ):
         monkeypatch.setattr(module, name, launch)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
-    query, cache, batch, _ = cache_call("e4m3", 200)
+    monkeypatch.setattr(paged_tensors_ops, "COPIED_ROWS", {True: 384, False: 384})
+    query, cache, batch, _ = cache_call("bf16" if recipe else "e4m3", 200)
+    cache = dataclasses.replace(cache, recipe=recipe)
     if counts is not None:
         query = torch.zeros(sum(counts), 8, 64, dtype=torch.bfloat16)
         starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
         batch = dataclasses.replace(batch, cu_seqlens=starts, max_count=max(counts))
     if passes > 1:
-        monkeypatch.setattr(paged_copies, "MOST_BYTES", 2 * 512 * 2 * 2 * 64 - 1)
+        monkeypatch.setattr(paged_copies, "MOST_BYTES", (3 if recipe else 1) * 2 * 512 * 2 * 2 * 64 - 1)
         monkeypatch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
     plan = fp8attn.explain_paged(query, cache, batch, backend="cuda")
-    assert not paged_launches and (plan.backend, plan.kernel, plan.compute) == ("cuda", "hopper", "e4m3")
+    compute = "int8 and e4m3" if recipe and recipe.qk == "int8" else "e4m3"
+    assert not paged_launches and (plan.backend, plan.kernel, plan.compute) == ("cuda", "hopper", compute)
+    assert any("copies are quantized" in said for said in plan.because) == (recipe is not None)
     assert (f"rows of at most {few} packed queries are the decode kernel's" in plan.because) == (few > 0)
     assert (f"in {passes} passes" in " ".join(plan.because)) == (passes > 1)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: H100)
@@ -374,8 +385,8 @@ def test_prompts_of_caches_of_other_engines(
     assert not_copied.kernel == "decode_tensors" and "it takes one for each two SMs" in not_copied.because[-1]
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
     fp8attn.paged_sdpa(query, cache, batch, backend="cuda")
-    of_pass = ["copied", "hopper"] + ["LSE"] * (counts is None)
-    assert paged_launches == ["quantized"] + ["decode_tensors"] * (few > 0) + of_pass * passes
+    of_pass = ["copied"] + ["packed"] * (recipe is not None) + ["hopper"] + ["LSE"] * (counts is None)
+    assert paged_launches == ["decode_tensors"] * (few > 0) + ["quantized"] * (recipe is None) + of_pass * passes
 
 
 def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

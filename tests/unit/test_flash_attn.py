@@ -237,6 +237,22 @@ def test_one_split_is_the_same_in_every_batch(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [False, True] and torch.equal(usual, fixed)  # type: ignore[arg-type]
 
 
+def test_a_recipe_is_of_caches_in_half_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, _, _ = cached(True)
+    codes = {name: arguments[name].to(torch.float8_e4m3fn) for name in ("k_cache", "v_cache")}
+    q, recipes = torch.randn(2, 1, 4, 32).half(), list[Recipe | None]()
+    attend = flash_attn.paged_sdpa
+    monkeypatch.setattr(flash_attn, "paged_sdpa", lambda *x, **y: recipes.append(x[1].recipe) or attend(*x, **y))
+    lengths, starts = torch.full((2,), 32, dtype=torch.int32), torch.arange(3, dtype=torch.int32)
+    for change in ({}, codes):
+        given = {**arguments, **change}
+        caches, table = (given["k_cache"], given["v_cache"]), given["block_table"]
+        flash_attn_with_kvcache(q, **given, cache_seqlens=lengths)
+        flash_attn_with_kvcache(q, **given, cache_seqlens=lengths, recipe=None)
+        flash_attn_varlen_func(q[:, 0], *caches, starts, None, 1, 32, block_table=table, seqused_k=lengths, recipe=fp8attn.PRECISE)
+    assert recipes == [Recipe(), None, fp8attn.PRECISE, None, None, None]
+
+
 def test_e4m3_caches_have_descales() -> None:
     arguments, k, v = cached(True)
     scales = [0.02 + 0.01 * torch.rand(2, 2) for _ in range(2)]

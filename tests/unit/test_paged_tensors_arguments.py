@@ -52,7 +52,7 @@ def parts(device: torch.device) -> tuple[list[torch.Tensor], PagedBatch, torch.T
 def test_opcheck(device: torch.device) -> None:
     """Of a cache that torch can multiply, so that it sees what changes."""
     cache, batch, q = parts(device)
-    arguments = (q, cache, *batch.tensors()[:3], None, None, None, False, 0.1, [-1, 0], 0.0, None, torch.float32)
+    arguments = (q, cache, None, *batch.tensors()[:3], None, None, None, False, 0.1, [-1, 0], 0.0, None, torch.float32)
     opcheck(library_ops.auto_tensors_attention, arguments, test_utils=CHECKS)
     slots = torch.tensor([3, 40], device=device)
     opcheck(library_ops.auto_write_to_pages, (q[0, :2, :2], q[1, :2, :2], cache, slots), test_utils=CHECKS[:2])
