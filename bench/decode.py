@@ -19,6 +19,7 @@ from fp8attn.cuda.run import prefill_from_pages
 from fp8attn.device import device_of
 from fp8attn.pages import PAGE, RECENT_QUERIES, PagedCall
 from fp8attn.quantization import encode, scale_of
+from fp8attn.recipe import DEFAULT_RECIPE
 
 from . import adapters, command_line, report
 from .command_line import NO_GPU, UsageError
@@ -247,13 +248,14 @@ def _tensors(kind: str, backend: str, sets: Sequence[Inputs]) -> Run:
     """fp8attn, of caches that it reads as other engines have them: (pages, page, Hkv, D).
 
     Args:
-        kind: `bf16`; `tensor` or `token`: e4m3, with a scale for each.
+        kind: `bf16`; `recipe`: the same, which queries may attend to in FP8; `tensor` or `token`: e4m3, with a scale
+            for each.
     """
 
     def prepared(inputs: Inputs) -> tuple[PagedTensors, PagedBatch]:
         batch = PagedBatch(inputs.table, inputs.lengths, max_length=max(inputs.case.lengths))
-        if kind == "bf16":
-            return PagedTensors(inputs.k, inputs.v), batch
+        if kind in ("bf16", "recipe"):
+            return PagedTensors(inputs.k, inputs.v, recipe=DEFAULT_RECIPE if kind == "recipe" else None), batch
         quantized = _by_token if kind == "token" else adapters.per_tensor
         (k, k_scale), (v, v_scale) = (quantized(x) for x in (inputs.k, inputs.v))
         return PagedTensors(k, v, k_scale, v_scale), batch
@@ -388,6 +390,7 @@ PREFILL_ROWS = (
     Row("fp8attn dense", functools.partial(_dense, False)),
     Row("fp8attn dense, quantized", functools.partial(_dense, True)),
     Row("fp8attn cuda, appended", _prefill_alone, needs=needs_gpu),
+    Row("fp8attn tensors bf16 by a recipe", functools.partial(_tensors, "recipe", "cuda"), 2, needs=needs_gpu),
     *(row for row in ROWS if not any(part in row.name for part in ("by token", "e4m3 triton", "bf16 triton", "SDPA", "invariant"))),
 )
 

@@ -109,8 +109,8 @@ def rows() -> list[Row]:
         Row("fused head", "the same with more keys or more heads", "one launch does all; a CTA keeps a head", hopper_only(fused_head.INSTANCES)),
         Row(
             "quantizer of K and V",
-            "K and V in bf16 or fp16, default recipe or `PRECISE`",
-            "registers and shared memory by the token chunks of a cluster; longer heads take three launches",
+            "K and V in bf16 or fp16, default recipe or `PRECISE`; pages of a `PagedTensors` with a recipe",
+            "registers and shared memory by the token chunks of a cluster; longer heads take three launches; tokens of a cache lie in pages",
             hopper_only(quantize.INSTANCES),
         ),
         Row(

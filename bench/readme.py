@@ -347,14 +347,18 @@ def prefill() -> str:
 def prefill_tensors() -> str:
     """Prefill of the caches of other engines: microseconds, beside a `KVCache` and FlashAttention-3, and the error."""
     records = _lines("prefill_tensors")
-    names = ("fp8attn tensors e4m3", "fp8attn tensors bf16", "fp8attn cuda, appended", "FA3 e4m3 two-level", "FA3 bf16 of vLLM")
+    names = (
+        "fp8attn tensors e4m3", "FA3 e4m3 two-level", "fp8attn tensors bf16 by a recipe", "FA3 bf16 of vLLM", "fp8attn tensors bf16",
+        "fp8attn cuda, appended",
+    )  # fmt: skip
     rows = []
     for (case,), by in _by_case(records, "case").items():
         times = [by.get(name, {}).get("p50_us") for name in names]
-        over = None if times[0] is None or times[3] is None else times[3] / times[0]
-        errors = [number_of(by.get(name, {}).get("relative_l2"), ".4f") for name in (names[0], names[3])]
-        rows.append([case, *(number_of(us, ".0f") for us in times), number_of(over, ".2f"), *errors])
-    head = ("case", *names[:2], "`KVCache`", *names[3:], "×", "relative L2", "of FA3")
+        ratios = [None if own is None or other is None else other / own for own, other in (times[:2], times[2:4])]
+        us, over = ([number_of(x, digits) for x in of] for of, digits in ((times, ".0f"), (ratios, ".2f")))
+        errors = [number_of(by.get(name, {}).get("relative_l2"), ".4f") for name in names[:3]]
+        rows.append([case, *us[:2], over[0], *us[2:4], over[1], *us[4:], *errors])
+    head = ("case", *names[:2], "×", *names[2:4], "×", names[4], "`KVCache`", "relative L2 of e4m3", "of FA3 e4m3", "by a recipe")
     return f"{_machines(records, lambda record: record['backend'])}:\n\n{markdown_table(head, rows, 1)}"
 
 

@@ -127,16 +127,15 @@ def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, 
     arguments = query, cache, batch, how
     planned = paged_tensors_ops.plan_attention(backend, *arguments) if paged_ops.asks_cuda(backend, device) else None
     compute = "bf16" if cache.k.dtype == torch.bfloat16 else "f16"  # of e4m3, codes as halves
-    if isinstance(planned, paged_tensors_ops.Copying):
+    if isinstance(planned, paged_tensors_ops.Packing):
         few, passes = planned.room.few, planned.room.passes
-        because.append(f"rows are copied as packed sequences{f', in {passes} passes' if passes > 1 else ''}")
-        if not cache.is_fp8:
-            because.append(f"copies are quantized by the cache's recipe, {cache.recipe}")
+        done = "copied" if cache.is_fp8 else f"quantized by the cache's recipe, {cache.recipe},"
+        because.append(f"rows are {done} as packed sequences{f', in {passes} passes' if passes > 1 else ''}")
         if few:
             because.append(f"rows of at most {few} packed queries are the decode kernel's")
         return Plan("cuda", "hopper", planned.config, "int8 and e4m3" if planned.config.int8 else "e4m3", tuple(because))
     if planned is not None and not isinstance(planned, str):
-        because.append(f"not copied: {paged_tensors_ops.plan_copying(*arguments)}")
+        because.append(f"not as packed sequences: {paged_tensors_ops.plan_packing(*arguments)}")
         return Plan("cuda", "decode_tensors", planned, compute, tuple(because))
     return Plan("triton", "paged_tensors", None, compute, (*because, *([] if planned is None else [f"cuda: {planned}"])))
 

@@ -1,10 +1,10 @@
-"""Copies of rows of a cache of another engine that have many queries, in the layout of packed sequences: their tensors,
-and in plain torch what the kernel writes.
+"""Rows of a cache of another engine that have many queries, in the layout of packed sequences: where they lie, their
+copies, and in plain torch what kernels write.
 
 The kernels for packed sequences take half of the time that one needs which turns V's bytes around for every tile of
 queries. So V of an e4m3 cache is turned around once for all of them. Codes stay as they are, and scales that are the
-same for all tokens become one for each block of K, and one for each channel of V. Tokens in half precision are copied
-as they are, and are quantized then, if the cache has a recipe.
+same for all tokens become one for each block of K, and one for each channel of V. Caches in half precision are
+quantized, if they have a recipe.
 
 The host doesn't know how long rows are. Where all that may be copied takes more than MOST_BYTES, rows are copied and
 attended to in several passes, which use the same memory. The device decides which row is whose.
@@ -69,8 +69,7 @@ class Room:
         tokens = longest + beyond if left < 0 else min(longest + beyond, most + left + SCALE_BLOCK - 1)
         of_row, rows = padded_length(tokens), batch.lengths.shape[0]
         copied = rows if batch.cu_seqlens is None else min(rows, tokens_of(q) // (few + 1))
-        bytes_of_number = 1 if cache.is_fp8 else cache.k.element_size() + 1  # as it is, and quantized
-        bytes_of_token = bytes_of_number * cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
+        bytes_of_token = cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
         wanted, room = copied * of_row, MOST_BYTES // bytes_of_token // SCALE_BLOCK * SCALE_BLOCK
         if wanted <= room:
             return cls(window, few, most, longest, beyond, of_row, wanted, 1, wanted + 1)
@@ -91,57 +90,60 @@ class Spans:
     Attributes:
         q: (B + 1), the first query of each row, in steps of S of all Hq heads; of packed queries not used.
         queries: (B), how many of a row's queries attend to copies: not those behind the tokens that it has room for.
-        k: (B + 1), the first copied token of each row.
-        keys: (B), how many are copied: from the block of the first one on that a query sees.
+        k: (B + 1), the first copied token of each row, and the end of the last one.
+        keys: (B), how many are copied.
+        firsts: (B), the first one among the row's tokens: that of the block of the first one that a query sees.
+        ends: (B), tokens of the row from this one on aren't there.
     """
 
     q: torch.Tensor
     queries: torch.Tensor
     k: torch.Tensor
     keys: torch.Tensor
+    firsts: torch.Tensor
+    ends: torch.Tensor
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Spans:
         """Uninitialised."""
-        numbers = torch.empty(4, rows + 1, dtype=torch.int32, device=device)
-        return cls(numbers[0], numbers[1, :rows], numbers[2], numbers[3, :rows])
+        numbers = torch.empty(6, rows + 1, dtype=torch.int32, device=device)
+        return cls(numbers[0], numbers[1, :rows], numbers[2], *numbers[3:, :rows])
+
+    def varlen(self, tokens: tuple[int, int], batch: PagedBatch, longest: tuple[int, int]) -> Varlen:
+        """The sequences of packed queries and keys, of which there are `tokens`. longest: the most of one."""
+        starts = self.q if batch.cu_seqlens is None else batch.cu_seqlens
+        return Varlen(Packed(starts, self.queries, tokens[0]), self.packed(tokens[1]), *longest)
+
+    def packed(self, tokens: int) -> Packed:
+        """The sequences of keys."""
+        return Packed(self.k, self.keys, tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class Copies:
-    """Keys and values as kernels for packed sequences take them. T tokens, B rows, N = T / 128 + B pages.
+    """Keys and values of an e4m3 cache as kernels for packed sequences take them. T tokens, B rows, N = T / 128 + B
+    pages.
 
     Attributes:
-        k: (1, Hkv, T, D), the cache's dtype. A token that isn't there is NaN; in e4m3 also one that isn't finite.
-        v: in e4m3 (1, Hkv, Dv, 128 N), keys in the order of layout.key_of_slot, zeros where tokens aren't finite; in
-            half precision (1, Hkv, T, Dv), zeros where tokens aren't there.
-        k_scale: float32 (1, Hkv, N), of each page; None in half precision.
-        v_scale: float32 (B, Hkv, Dv); None in half precision.
+        k: e4m3 (1, Hkv, T, D). A token that a row mustn't see, or that isn't finite, is NaN.
+        k_scale: float32 (1, Hkv, N), of each page.
+        v: e4m3 (1, Hkv, Dv, 128 N), keys in the order of layout.key_of_slot; zeros where tokens aren't finite.
+        v_scale: float32 (B, Hkv, Dv).
     """
 
-    spans: Spans
     k: torch.Tensor
+    k_scale: torch.Tensor
     v: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor
 
     @classmethod
-    def empty(cls, cache: PagedTensors, batch: PagedBatch, room: Room, device: torch.device) -> Copies:
+    def empty(cls, cache: PagedTensors, rows: int, room: Room, device: torch.device) -> Copies:
         """Uninitialised."""
-        heads, rows, tokens = cache.kv_heads, batch.lengths.shape[0], room.tokens
-        (dim, value_dim), dtype = (x.shape[3] for x in (cache.k, cache.v)), E4M3 if cache.is_fp8 else cache.k.dtype
-        k, spans = torch.empty(1, heads, tokens, dim, dtype=dtype, device=device), Spans.empty(rows, device)
-        if not cache.is_fp8:
-            return cls(spans, k, torch.empty(1, heads, tokens, value_dim, dtype=dtype, device=device))
-        pages = tokens // SCALE_BLOCK + rows
-        v = torch.empty(1, heads, value_dim, SCALE_BLOCK * pages, dtype=dtype, device=device)
+        heads, dim, value_dim, pages = cache.kv_heads, cache.k.shape[3], cache.v.shape[3], room.tokens // SCALE_BLOCK + rows
+        k = torch.empty(1, heads, room.tokens, dim, dtype=E4M3, device=device)
+        v = torch.empty(1, heads, value_dim, SCALE_BLOCK * pages, dtype=E4M3, device=device)
         k_scale, v_scale = (torch.empty(shape, dtype=torch.float32, device=device) for shape in ((1, heads, pages), (rows, heads, value_dim)))
-        return cls(spans, k, v, k_scale, v_scale)
-
-    def varlen(self, tokens: int, batch: PagedBatch, longest: tuple[int, int]) -> Varlen:
-        """The sequences of `tokens` packed queries, and their keys. longest: the most queries and keys of one."""
-        starts = self.spans.q if batch.cu_seqlens is None else batch.cu_seqlens
-        return Varlen(Packed(starts, self.spans.queries, tokens), Packed(self.spans.k, self.spans.keys, self.k.shape[2]), *longest)
+        return cls(k, k_scale, v, v_scale)
 
 
 def unsupported_cache(cache: PagedTensors) -> str | None:
@@ -155,14 +157,10 @@ def unsupported_cache(cache: PagedTensors) -> str | None:
     return None
 
 
-def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, number: int = 0) -> Copies:
-    """The definition of what the kernel writes in pass `number`, for queries (B, Hq, S, D) or packed (T, Hq, D); zeros
-    elsewhere."""
-    copies, rows, left = Copies.empty(cache, batch, room, q.device), batch.lengths.shape[0], room.window[0]
-    for x in (copies.k, copies.v, copies.k_scale, copies.v_scale):
-        if x is not None:
-            x.view(torch.uint8).zero_()
-    spans, length, begin = copies.spans, tokens_of(q), -number * room.of_pass
+def place(q: torch.Tensor, batch: PagedBatch, room: Room, number: int = 0) -> Spans:
+    """The definition of where a kernel places rows in pass `number`, for queries (B, Hq, S, D) or packed (T, Hq, D)."""
+    rows, left = batch.lengths.shape[0], room.window[0]
+    spans, length, begin = Spans.empty(rows, q.device), tokens_of(q), -number * room.of_pass
     edges = None if batch.cu_seqlens is None else batch.cu_seqlens.clamp(0, length).tolist()
     lengths, counts = batch.lengths.clamp(min=0).tolist(), None if batch.counts is None else batch.counts.tolist()
     for row in range(rows):
@@ -173,64 +171,66 @@ def copy(q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, nu
         queries = 0 if given > room.most else max(count - (end - used), 0)
         first = max(used - queries - left, 0) // SCALE_BLOCK * SCALE_BLOCK if left >= 0 else 0
         keys = used - first if given > room.few and queries > 0 else 0
-        copied = keys > 0 and 0 <= begin < room.of_pass
-        spans.q[row], spans.queries[row] = row * q.shape[1] * length, queries if copied else 0
-        spans.k[row], spans.keys[row] = min(max(begin, 0), room.tokens), keys if copied else 0
-        if copied:
-            there = 0 if room.window[1] < 0 and end > room.longest else min(used, room.longest)
-            of_row = _RowTokens.of(cache, batch.page_table[row], (first, used, there))
-            (_copy_codes if cache.is_fp8 else _copy_halves)(copies, cache, row, of_row)
+        is_placed = keys > 0 and 0 <= begin < room.of_pass
+        spans.q[row], spans.k[row] = row * q.shape[1] * length, min(max(begin, 0), room.tokens)
+        spans.queries[row], spans.keys[row] = (queries, keys) if is_placed else (0, 0)
+        spans.firsts[row], spans.ends[row] = first, 0 if room.window[1] < 0 and end > room.longest else min(used, room.longest)
         begin += padded_length(keys)
-    spans.q[rows], spans.k[rows] = rows * q.shape[1] * length, room.tokens
+    spans.q[rows], spans.k[rows] = rows * q.shape[1] * length, min(max(begin, 0), room.tokens)
+    return spans
+
+
+def gathered(x: torch.Tensor, table: torch.Tensor, tokens: tuple[int, int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The tokens of a row, (Hkv, N, D), and which of them are there, (N).
+
+    Args:
+        x: (P, page, Hkv, D).
+        table: (M), the numbers of the row's pages.
+        tokens: the first, the one behind the last, and the first one that isn't there.
+    """
+    token = torch.arange(*tokens[:2], device=table.device)
+    # behind the last page of the table there is none
+    numbers = torch.nn.functional.pad(table.long(), (0, 1), value=-1)
+    number, (every, page) = numbers[(token // x.shape[1]).clamp(max=table.shape[0])], x.shape[:2]
+    exists = (token < tokens[2]) & (number >= 0) & (number < every)
+    return x[number.clamp(0, every - 1), token % page].transpose(0, 1), exists
+
+
+def copy(cache: PagedTensors, batch: PagedBatch, room: Room, spans: Spans) -> Copies:
+    """The definition of what the kernel copies of an e4m3 cache; zeros elsewhere."""
+    copies = Copies.empty(cache, batch.lengths.shape[0], room, spans.k.device)
+    for x in (copies.k, copies.v, copies.k_scale, copies.v_scale):
+        x.view(torch.uint8).zero_()
+    for row, count in enumerate(spans.keys.tolist()):
+        if count == 0:
+            continue
+        begin, first, end = (int(x[row]) for x in (spans.k, spans.firsts, spans.ends))
+        page, pages = first_unit(begin, row, SCALE_BLOCK), padded_length(count) // SCALE_BLOCK
+        (k, exists), (v, _) = (gathered(x.view(torch.uint8), batch.page_table[row], (first, first + count, end)) for x in (cache.k, cache.v))
+        scales = []
+        for tensor, scale in zip((cache.k, cache.v), cache.scales, strict=True):
+            assert scale is not None
+            scales.append(scale.as_strided((row + 1, *tensor.shape[:3]), scale_strides(scale))[row, 0, 0])
+        finite = scales[0].isfinite() & scales[1].isfinite()
+        copies.v_scale[row] = torch.where(finite, scales[1], 0.0).unsqueeze(-1)
+        copies.k_scale[0, :, page : page + pages] = torch.where(finite, scales[0], 1.0).unsqueeze(-1)
+        bad = (~exists | ((v & E4M3_NAN) == E4M3_NAN).any(-1) | ~finite.unsqueeze(-1)).unsqueeze(-1)
+        copies.k.view(torch.uint8)[0, :, begin : begin + count] = k.masked_fill(bad, E4M3_NAN)
+        values = torch.nn.functional.pad(v.masked_fill(bad, 0), (0, 0, 0, SCALE_BLOCK * pages - count))
+        own = slice(SCALE_BLOCK * page, SCALE_BLOCK * (page + pages))
+        copies.v.view(torch.uint8)[0, :, :, own] = values[:, slots(SCALE_BLOCK * pages, values.device)].transpose(1, 2)
     return copies
 
 
-@dataclass(frozen=True)
-class _RowTokens:
-    """A row's tokens that are copied, N of them.
-
-    Attributes:
-        k, v: (Hkv, N, D) and (Hkv, N, Dv), of the cache's dtype, of e4m3 bytes. Anything where there is no token.
-        exists: bool (N).
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    exists: torch.Tensor
-
-    @classmethod
-    def of(cls, cache: PagedTensors, table: torch.Tensor, tokens: tuple[int, int, int]) -> _RowTokens:
-        """tokens: the first, the one behind the last, and the one behind the last that is there."""
-        token = torch.arange(*tokens[:2], device=table.device)
-        # behind the last page of the table there is none
-        numbers = torch.nn.functional.pad(table.long(), (0, 1), value=-1)
-        number, every = numbers[(token // cache.page).clamp(max=table.shape[0])], cache.k.shape[0]
-        at = number.clamp(0, every - 1), token % cache.page
-        k, v = ((x.view(torch.uint8) if cache.is_fp8 else x)[at].transpose(0, 1) for x in (cache.k, cache.v))
-        return cls(k, v, (token < tokens[2]) & (number >= 0) & (number < every))
-
-
-def _copy_halves(copies: Copies, cache: PagedTensors, row: int, x: _RowTokens) -> None:
-    """Copy one row of a cache in half precision."""
-    begin = int(copies.spans.k[row])
-    missing, own = ~x.exists[:, None], slice(begin, begin + x.k.shape[1])
-    copies.k[0, :, own], copies.v[0, :, own] = x.k.masked_fill(missing, torch.nan), x.v.masked_fill(missing, 0.0)
-
-
-def _copy_codes(copies: Copies, cache: PagedTensors, row: int, x: _RowTokens) -> None:
-    """Copy one row of an e4m3 cache."""
-    assert copies.k_scale is not None and copies.v_scale is not None
-    begin, count = int(copies.spans.k[row]), x.k.shape[1]
-    first, pages = first_unit(begin, row, SCALE_BLOCK), padded_length(count) // SCALE_BLOCK
-    scales = []
-    for tensor, scale in zip((cache.k, cache.v), cache.scales, strict=True):
-        assert scale is not None
-        scales.append(scale.as_strided((row + 1, *tensor.shape[:3]), scale_strides(scale))[row, 0, 0])
-    finite = scales[0].isfinite() & scales[1].isfinite()
-    copies.v_scale[row] = torch.where(finite, scales[1], 0.0).unsqueeze(-1)
-    copies.k_scale[0, :, first : first + pages] = torch.where(finite, scales[0], 1.0).unsqueeze(-1)
-    bad = (~x.exists | ((x.v & E4M3_NAN) == E4M3_NAN).any(-1) | ~finite.unsqueeze(-1)).unsqueeze(-1)
-    copies.k.view(torch.uint8)[0, :, begin : begin + count] = x.k.masked_fill(bad, E4M3_NAN)
-    values = torch.nn.functional.pad(x.v.masked_fill(bad, 0), (0, 0, 0, SCALE_BLOCK * pages - count))
-    own = slice(SCALE_BLOCK * first, SCALE_BLOCK * (first + pages))
-    copies.v.view(torch.uint8)[0, :, :, own] = values[:, slots(SCALE_BLOCK * pages, values.device)].transpose(1, 2)
+def halves(cache: PagedTensors, batch: PagedBatch, room: Room, spans: Spans) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache in half precision, (1, Hkv, T, D) and (1, Hkv, T, Dv), which a kernel quantizes:
+    `quantization.quantize_packed` of them. Tokens that aren't there are NaN."""
+    found = []
+    for x in (cache.k, cache.v):
+        y = x.new_zeros(1, cache.kv_heads, room.tokens, x.shape[3])
+        for row, count in enumerate(spans.keys.tolist()):
+            begin, first, end = (int(of[row]) for of in (spans.k, spans.firsts, spans.ends))
+            tokens, exists = gathered(x, batch.page_table[row], (first, first + count, end))
+            y[0, :, begin : begin + count] = tokens.masked_fill(~exists[:, None], torch.nan)
+        found.append(y)
+    return found[0], found[1]

@@ -11,19 +11,20 @@ import torch
 
 from . import paged_copies, paged_tensors, validate
 from . import triton as triton_kernels
-from .call import GROUPS, Call, Problem
-from .cuda import build, configs, decode, decode_tensors, general_quantize
+from .call import GROUPS, Call, Problem, Varlen
+from .cuda import build, configs, decode, decode_tensors, general_quantize, quantize
 from .cuda import run as cuda_run
 from .cuda.portable import PortableConfig
 from .device import Device, device_of
 from .ops import current, register
-from .paged_copies import Copies, Room
+from .paged_copies import Copies, Room, Spans
 from .paged_ops import asks_cuda, runs_triton, unless_unbuilt
 from .paged_tensors import QUERIES, PagedTensors
 from .pages import PagedBatch, empty_answer, tokens_of
-from .problem_ops import fused_q_call, unsupported_fused_q
-from .recipe import E4M3, Quantized, Recipe
+from .problem_ops import unsupported_fused_q
+from .recipe import E4M3, Quantized
 from .reference import CAUSAL_WINDOW, Causal, Scoring, Window
+from .schedule import unsupported_size
 from .validate import BackendUnavailable
 
 BACKENDS = {"attention": ("auto", "cuda", "triton", "modelled"), "write": ("auto", "triton", "modelled")}
@@ -40,17 +41,18 @@ def check_backend(what: str, backend: object) -> None:
         raise ValueError(f"backend is {backend!r}; with fp8attn.PagedTensors it must be one of {BACKENDS[what]}")
 
 
-COPIED_ROWS = {True: 384, False: 1024}
+PACKED_ROWS = {True: 384, False: 640}
 """Rows of a key/value head up to which it is faster to attend to a row of the batch where it lies; whether the cache is
 e4m3."""
 
 
-class Copying(NamedTuple):
-    """Attention to copies of those rows of the batch that have many queries, by the Hopper kernel for packed sequences.
+class Packing(NamedTuple):
+    """Attention to those rows of the batch that have many queries as packed sequences, by the Hopper kernel: of an e4m3
+    cache to copies, of another one to what the recipe makes of it.
 
     Attributes:
         config: its instance.
-        room: of the copies. Packed rows of at most `room.few` queries are the decode kernel's.
+        room: of the sequences. Packed rows of at most `room.few` queries are the decode kernel's.
     """
 
     config: configs.HopperConfig
@@ -83,78 +85,79 @@ def _causal_of(how: Scoring) -> tuple[Causal, Window]:
     return ("none", CAUSAL_WINDOW) if how.window == (-1, -1) else ("bottom_right", how.window)
 
 
-def _call_of(
-    query: torch.Tensor, copies: Copies, codes: Quantized, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype, longest: int
-) -> Call:  # fmt: skip
-    """Attention of quantized queries to copies of an e4m3 cache.
+Placed = tuple[PagedBatch, Spans, Room]
+"""Rows of a batch that are attended to as packed sequences, where they lie, and what there is room for."""
 
-    Args:
-        codes: of `_empty_codes`.
-        longest: the most keys of a row. Only speed depends on it.
-    """
+
+def _call_of(query: torch.Tensor, placed: Placed, copies: Copies, codes: Quantized, how: Scoring, out_dtype: torch.dtype) -> Call:
+    """Attention of quantized queries to copies of an e4m3 cache. codes: of `_empty_codes`."""
     q, q_scale, heads = codes.data, codes.scale, query.shape[1]
     if query.dim() == 4:
         q = _as_packed(q)
         q_scale = q_scale.as_strided((1, heads, q.shape[2]), (q_scale.numel(), query.shape[2], 1))
     causal, window = _causal_of(how)
-    assert copies.k_scale is not None and copies.v_scale is not None
-    varlen = copies.varlen(q.shape[2], batch, (batch.most_queries(query), longest))
     return Call(
         q, q_scale, GROUPS["token"], copies.k, copies.k_scale, GROUPS["block"], copies.v, copies.v_scale, None, None, None, copies.k.shape[2],
-        how.softmax_scale, causal, "e4m3", None, out_dtype, True, window, how.softcap, how.sinks, varlen=varlen,
+        how.softmax_scale, causal, "e4m3", None, out_dtype, True, window, how.softcap, how.sinks, varlen=_varlen_of(query, q, placed),
     )  # fmt: skip
 
 
-def _problem_of(
-    query: torch.Tensor, copies: Copies, recipe: Recipe, batch: PagedBatch, how: Scoring, out_dtype: torch.dtype, longest: int
-) -> Problem:  # fmt: skip
-    """Attention to copies of a cache in half precision, which are quantized, as the attention kernel quantizes queries.
+def _problem_of(query: torch.Tensor, placed: Placed, cache: PagedTensors, how: Scoring, out_dtype: torch.dtype) -> Problem:
+    """Attention to a cache in half precision that is quantized, as the attention kernel quantizes queries.
 
     Args:
-        query: of `_as_packed`.
-        longest: as of `_call_of`.
+        query: as `_as_packed` takes it.
     """
-    q, (causal, window) = _as_packed(query), _causal_of(how)
-    varlen = copies.varlen(q.shape[2], batch, (batch.most_queries(query), longest))
-    return Problem(
-        q, copies.k, copies.v, how.softmax_scale, recipe.qk, causal, out_dtype, True, None, window, how.softcap, how.sinks, varlen,
-    )  # fmt: skip
+    assert cache.recipe is not None
+    q, (causal, window), tokens = _as_packed(query), _causal_of(how), placed[2].tokens
+    k, v = (torch.empty(1, cache.kv_heads, tokens, x.shape[3], dtype=x.dtype, device="meta") for x in (cache.k, cache.v))
+    varlen = _varlen_of(query, q, placed)
+    return Problem(q, k, v, how.softmax_scale, cache.recipe.qk, causal, out_dtype, True, None, window, how.softcap, how.sinks, varlen)
 
 
-def _attend_to_copies(
-    query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype, plan: Copying
+def _varlen_of(query: torch.Tensor, q: torch.Tensor, placed: Placed) -> Varlen:
+    """The sequences of queries, which `q` has packed, and of their keys."""
+    batch, spans, room = placed
+    return spans.varlen((q.shape[2], room.tokens), batch, (batch.most_queries(query), room.longest))
+
+
+def _attend_to_packed(
+    query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype, plan: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Attention as planned by `plan_copying`.
+    """Attention as planned by `plan_packing`.
 
     Raises:
         BuildError: a kernel can't be compiled here.
     """
     out, lse = results = cuda_run.empty_results(query, cache.v.shape[3], out_dtype)
-    room, copies = plan.room, Copies.empty(cache, batch, plan.room, query.device)
-    call: Call | Problem
+    room, rows, on = plan.room, batch.lengths.shape[0], query.device
+    placed = batch, Spans.empty(rows, on), room
     if room.few:
         cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, room.few, results)
+    copies, problem = None, None
     if cache.recipe is None:
-        codes = _empty_codes(query, query.device)
+        copies, codes = Copies.empty(cache, rows, room, on), _empty_codes(query, on)
         cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
-        call = _call_of(query, copies, codes, batch, how, out_dtype, room.longest)
+        call = _call_of(query, placed, copies, codes, how, out_dtype)
     else:
         several = query.dim() == 4 and query.shape[0] > 1
-        call = _problem_of(query.contiguous() if several else query, copies, cache.recipe, batch, how, out_dtype, room.longest)
-    packed_lse = lse.unsqueeze(0) if query.dim() == 3 else lse.new_empty(1, *call.q.shape[1:3])
+        problem = _problem_of(query.contiguous() if several else query, placed, cache, how, out_dtype)
+    packed_out, packed_lse = _as_packed(out), lse.unsqueeze(0)
+    if query.dim() == 4:
+        packed_lse = lse.new_empty(1, *packed_out.shape[1:3])
     for number in range(room.passes):
-        triton_kernels.paged_copies.copy(query, cache, batch, room, copies, results, number)
-        quantized = call if isinstance(call, Call) else fused_q_call(call)
-        table = triton_kernels.varlen.table_of(quantized, configs.ROWS, device, plan.config.consumers)
-        cuda_run.forward(quantized, device, plan.config, tile_table=table, into=(_as_packed(out), packed_lse))
+        triton_kernels.paged_copies.place(query, cache, batch, room, (placed[1], copies), results, number)
+        if problem is not None:
+            call = problem.call_of(*cuda_run.quantize_pages(cache, batch.page_table, placed[1], room.tokens, problem.qk, device))
+        table = triton_kernels.varlen.table_of(call, configs.ROWS, device, plan.config.consumers)
+        cuda_run.forward(call, device, plan.config, tile_table=table, into=(packed_out, packed_lse))
         if query.dim() == 4:
-            triton_kernels.paged_copies.store_lse(packed_lse, copies.spans.queries, lse)
+            triton_kernels.paged_copies.store_lse(packed_lse, placed[1].queries, lse)
     return results
 
 
 def _few_queries(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch) -> int:
-    """Packed rows of at most so many queries are attended to where they lie, beside others that are copied; 0: all are
-    copied.
+    """Packed rows of at most so many queries are attended to where they lie, beside others that aren't; 0: none are.
 
     A kernel that expects several queries of a row takes twice as long for single ones. So it expects as many as rows
     have on average beside the longest one, unless these are many: then there are several long ones.
@@ -168,35 +171,41 @@ def _few_queries(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch) ->
 
 
 def _unsupported_tiles(rows: int, config: configs.HopperConfig, device: Device) -> str | None:
-    """The reason why it isn't worth while to copy for so few rows of all query heads, or None if it is: tiles of packed
+    """The reason why it isn't worth while for so few rows of all query heads, or None if it is: tiles of packed
     sequences aren't split, and the decode kernel's are."""
     tiles = rows // config.tile_rows
     return f"there are {tiles} tiles of {config.tile_rows} rows; it takes one for each two SMs" if 2 * tiles < device.sm_count else None
 
 
 def _planned(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, room: Room) -> configs.HopperConfig | str:
-    """The instance that attends to copies, or why none does."""
+    """The instance that attends to packed sequences, or why none does."""
     device, meta = device_of(query.device), torch.device("meta")
-    copies = Copies.empty(cache, batch, room, meta)
+    rows = batch.lengths.shape[0]
+    placed = batch, Spans.empty(rows, meta), room
     if cache.recipe is None:
-        call = _call_of(query, copies, _empty_codes(query, meta), batch, how, torch.float32, room.longest)
+        call = _call_of(query, placed, Copies.empty(cache, rows, room, meta), _empty_codes(query, meta), how, torch.float32)
         planned = cuda_run.plan(call, device, first=True)
         assert not isinstance(planned, PortableConfig)
         reason = general_quantize.unsupported_call(_as_batch(query), None, None, QUERIES, device)
         return planned if isinstance(planned, str) or reason is None else reason
     if query.dim() == 4 and query.shape[0] > 1:
         query = torch.empty(query.shape, dtype=query.dtype, device=meta)
-    problem = _problem_of(query, copies, cache.recipe, batch, how, torch.float32, room.longest)
-    return unsupported_fused_q(problem, device) or configs.choose(problem, device)
+    problem = _problem_of(query, placed, cache, how, torch.float32)
+    reason = (
+        unsupported_fused_q(problem, device)
+        or unsupported_size("key", problem.k)
+        or quantize.unsupported_call(cache.k.transpose(1, 2), cache.v.transpose(1, 2), cache.recipe, device)
+    )
+    return reason or configs.choose(problem, device)
 
 
-def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> Copying | str:
-    """Attention to copies, or why all rows are attended to where they lie.
+def plan_packing(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring) -> Packing | str:
+    """Attention to packed sequences, or why all rows are attended to where they lie.
 
     Nothing is compiled to find out, so compiling may still fail.
     """
     device, group = device_of(query.device), query.shape[1] // max(cache.kv_heads, 1)
-    reason, least = paged_copies.unsupported_cache(cache), COPIED_ROWS[cache.is_fp8]
+    reason, least = paged_copies.unsupported_cache(cache), PACKED_ROWS[cache.is_fp8]
     if reason is None and (query.numel() == 0 or decode.rows_of_head(query, cache.kv_heads, batch) <= least):
         reason = f"rows of the batch have up to {batch.most_queries(query)} queries; it takes more than {least // max(group, 1)}"
     if reason is None and batch.batch_invariant:
@@ -214,14 +223,14 @@ def plan_copying(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, ho
         decode_tensors.unsupported_call(query, cache, replace(batch, max_count=few), how, device) if few else None,
         build.unavailable(planned, device.arch),
     )
-    return next(filter(None, reasons), None) or Copying(planned, room)
+    return next(filter(None, reasons), None) or Packing(planned, room)
 
 
 def plan_attention(
     backend: str, query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring
-) -> decode_tensors.DecodeTensorsConfig | Copying | str:  # fmt: skip
-    """The instance of the CUDA kernel that attends, or attention to copies; or why Triton's kernel attends. `backend`:
-    `cuda` or `auto`.
+) -> decode_tensors.DecodeTensorsConfig | Packing | str:  # fmt: skip
+    """The instance of the CUDA kernel that attends, or attention to packed sequences; or why Triton's kernel attends.
+    `backend`: `cuda` or `auto`.
 
     Nothing is compiled to find out, so compiling may still fail.
 
@@ -229,9 +238,9 @@ def plan_attention(
         BackendUnavailable: the backend is `cuda`, and the kernels don't support the call.
     """
     device = device_of(query.device)
-    copying = plan_copying(query, cache, batch, how)
-    if isinstance(copying, Copying):
-        return copying
+    packing = plan_packing(query, cache, batch, how)
+    if isinstance(packing, Packing):
+        return packing
     reason = decode_tensors.unsupported_call(query, cache, batch, how, device)
     if reason is None:
         config = decode_tensors.choose(query, cache, batch)
@@ -255,8 +264,8 @@ def _by_cuda(
     planned, device = plan_attention(backend, query, cache, batch, how), device_of(query.device)
     if isinstance(planned, str):
         return None
-    if isinstance(planned, Copying):
-        return unless_unbuilt(backend == "cuda", lambda: _attend_to_copies(query, cache, batch, how, device, out_dtype, planned))
+    if isinstance(planned, Packing):
+        return unless_unbuilt(backend == "cuda", lambda: _attend_to_packed(query, cache, batch, how, device, out_dtype, planned))
     return unless_unbuilt(backend == "cuda", lambda: cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype))
 
 

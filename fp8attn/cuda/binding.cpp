@@ -372,6 +372,30 @@ void quantize_packed(int64_t launcher, int64_t ctas, int64_t cluster_chunks, int
   launch(launcher, p, ctas, k.get_device());
 }
 
+// Quantizes sequences of a cache in pages. k and v: (pages, H, slots, D). `batch`: the page table, and of each sequence
+// where its results begin, how many tokens are quantized, which is the first, and how many are there.
+void quantize_pages(int64_t launcher, int64_t ctas, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Operands& batch, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
+                    const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
+  STD_TORCH_CHECK(batch.size() == 5 && batch[0] && batch[1] && batch[2] && batch[3] && batch[4], "quantize_pages takes 5 tensors of a batch");
+  fp8attn::QuantizeParams p = params_of_values(v);
+  write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
+  p.length = k_data.size(2);
+  p.page_table = batch[0]->const_data_ptr<int>();
+  p.cu_seqlens = batch[1]->const_data_ptr<int>();
+  p.seqused = batch[2]->const_data_ptr<int>();
+  p.firsts = batch[3]->const_data_ptr<int>();
+  p.ends = batch[4]->const_data_ptr<int>();
+  p.sequences = batch[1]->size(0) - 1;
+  p.units = ctas;
+  p.table_stride = batch[0]->stride(0);
+  p.pages = k.size(0);
+  p.page = k.size(2);
+  p.page_log = (p.page & p.page - 1) == 0 ? __builtin_ctz(p.page) : -1;
+  const Tensor stats = room_of(stats_bytes, k);
+  p.chunk_stats = stats.mutable_data_ptr();
+  launch(launcher, p, ctas, k.get_device());
+}
+
 // Measures V of a part of a sequence: sums and extremes of its token chunks, and what `write_part` must know of it.
 void measure_part(int64_t launcher, int64_t ctas, const Tensor& v, const Tensor& sums, const Tensor& extremes, const Tensor& chunk_stats) {
   fp8attn::QuantizeParams p = params_of_values(v);
@@ -719,6 +743,9 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
   define(
       "quantize_packed(int launcher, int ctas, int cluster_chunks, int stats_bytes, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seqused, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean,"
       " Tensor(d!) v_data, Tensor(e!) v_scale, Tensor(f!) v_mean) -> ()");
+  define(
+      "quantize_pages(int launcher, int ctas, int stats_bytes, Tensor k, Tensor v, Tensor?[] batch, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
+      " Tensor(f!) v_mean) -> ()");
   define("measure_part(int launcher, int ctas, Tensor v, Tensor(a!) sums, Tensor(b!) extremes, Tensor(c!) chunk_stats) -> ()");
   define(
       "write_part(int launcher, int ctas, Tensor k, Tensor v, Tensor chunk_stats, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor k_mean, Tensor(c!) v_data, Tensor v_scale,"
@@ -751,6 +778,7 @@ void implement_launches(torch::stable::detail::StableLibrary& m) {
   m.impl("forward_from_fp16", TORCH_BOX(&forward_from_fp16));
   m.impl("quantize", TORCH_BOX(&quantize));
   m.impl("quantize_packed", TORCH_BOX(&quantize_packed));
+  m.impl("quantize_pages", TORCH_BOX(&quantize_pages));
   m.impl("measure_part", TORCH_BOX(&measure_part));
   m.impl("write_part", TORCH_BOX(&write_part));
   m.impl("quantize_general", TORCH_BOX(&quantize_general));

@@ -144,6 +144,13 @@ struct QuantizeParams {
   int sequences;
   int units;           // slices of the token chunks of all places and heads
   int cluster_chunks;  // token chunks of the sequences that clusters quantize; the others take three kernels
+
+  // Instances of pages. K and V are (pages, H, slots, D). Sequences are packed in the results only: of each, the tokens
+  // from `firsts` on are quantized. Those from `ends` on aren't there, nor those whose page has no number below
+  // `pages`. All before `ends` have a place in page_table.
+  const int *page_table, *firsts, *ends;  // (N, most pages of a sequence), (N), (N)
+  int64_t table_stride;
+  int pages, page, page_log;  // page: slots of one; page_log: its binary logarithm, or -1
 };
 
 // Where packed sequences lie, as recipe.Packed says.

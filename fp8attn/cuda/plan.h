@@ -74,7 +74,8 @@ inline const Addresses& addresses(const Params&) {
 #define AT(field) offsetof(QuantizeParams, field)
 inline const Addresses& addresses(const QuantizeParams&) {
   static const auto& found = *new Addresses{
-      {AT(k), AT(v), AT(k_data), AT(k_scale), AT(k_mean), AT(v_data), AT(v_scale), AT(v_mean), AT(ready), AT(chunk_stats), AT(v_sums), AT(v_extremes), AT(cu_seqlens), AT(seqused)},
+      {AT(k), AT(v), AT(k_data), AT(k_scale), AT(k_mean), AT(v_data), AT(v_scale), AT(v_mean), AT(ready), AT(chunk_stats), AT(v_sums), AT(v_extremes), AT(cu_seqlens), AT(seqused), AT(page_table), AT(firsts),
+       AT(ends)},
       {}};
   return found;
 }

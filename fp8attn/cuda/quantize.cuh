@@ -1,7 +1,7 @@
 // Quantizes K and V of bfloat16 or half, sm_90a: fp8attn/quantization.py's default recipe, or its int8 variant. Gives
 // the same bytes. Heads that a cluster can hold take one launch, which reads K and V once; longer ones take three
 // (quantize_long.cuh). Of packed sequences, clusters quantize those that they can hold, if the caller says that there
-// are few others; the three kernels follow, and do what is left.
+// are few others; the three kernels follow, and do what is left. Of a cache in pages the three kernels quantize all.
 //
 // A cluster of CTAs has one head. Each CTA has a part of a chunk of 512 tokens in shared memory, first of V, then of K.
 // V comes first because keys of tokens with non-finite values become NaN. Of V it is a slice of 64 channels. Of K it is
@@ -149,6 +149,9 @@ cudaError_t launch_in_clusters(const QuantizeParams& p, int ctas, int cluster, c
 // CTAs of kernels that have no more to do than to look whether there are longer sequences than the caller said.
 constexpr int FEW_CTAS = 128;
 
+// CTAs of kernels of a cache in pages at most: most places may have no tokens.
+constexpr int PAGED_CTAS = 1024;
+
 // `ctas`: slices of token chunks, of packed sequences of every place and head.
 template <class Instance, typename T>
 cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) {
@@ -156,17 +159,18 @@ cudaError_t launch_long(const QuantizeParams& p, int ctas, cudaStream_t stream) 
   const int slices = p.head_dim / CHANNELS, heads = packed ? p.sequences * p.heads : ctas / slices / ((p.length + TOKEN_CHUNK - 1) / TOKEN_CHUNK);
   const int samples = p.step == QuantizeStep::all ? heads * slices : 0;
   const bool in_clusters = packed && p.cluster_chunks > 0;
-  const auto grid = [&](int items) { return in_clusters ? std::min(items, FEW_CTAS) : items; };
+  const auto grid = [&](int items) { return Instance::config.paged ? std::min(items, PAGED_CTAS) : in_clusters ? std::min(items, FEW_CTAS) : items; };
   const auto write = p.int8 ? write_kv<Instance, true, T> : write_kv<Instance, false, T>;
-  cudaError_t error = take_shared_memory(write, sizeof(TileStorage));
+  constexpr int measured_bytes = sizeof(Located<MomentsStorage, Instance::config.paged>), written_bytes = sizeof(Located<TileStorage, Instance::config.paged>);
+  cudaError_t error = take_shared_memory(write, written_bytes);
   if (error == cudaSuccess && p.step != QuantizeStep::write)
-    error = launch_grid(measure_kv<Instance, T>, p, grid(samples + ctas), THREADS, sizeof(MomentsStorage), stream);
-  if constexpr (packed) {
+    error = launch_grid(measure_kv<Instance, T>, p, grid(samples + ctas), THREADS, measured_bytes, stream);
+  if constexpr (packed && !Instance::config.paged) {
     const int cluster = p.cluster_chunks * slices;
     if (error == cudaSuccess && in_clusters) error = launch_in_clusters<Instance, T>(p, heads * cluster, cluster, stream);
   }
-  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_grid(finish_kv<packed, T>, p, grid(heads * slices), CHANNELS + 32, 0, stream);
-  if (error == cudaSuccess && p.step != QuantizeStep::measure) error = launch_grid(write, p, grid(ctas / slices * writers_of(slices)), THREADS, sizeof(TileStorage), stream);
+  if (error == cudaSuccess && p.step == QuantizeStep::all) error = launch_grid(finish_kv<packed, Instance::config.paged, T>, p, grid(heads * slices), CHANNELS + 32, 0, stream);
+  if (error == cudaSuccess && p.step != QuantizeStep::measure) error = launch_grid(write, p, grid(ctas / slices * writers_of(slices)), THREADS, written_bytes, stream);
   return error;
 }
 

@@ -58,11 +58,13 @@ class QuantizeConfig:
             no clusters, and heads may have any number.
         ctas: CTAs per SM that registers must leave room for, at least.
         packed: for packed sequences, also longer ones than a cluster holds.
+        paged: K and V lie in pages; packed are the results.
     """
 
     token_chunks: int
     ctas: int
     packed: bool = False
+    paged: bool = False
 
     @property
     def threads(self) -> int:
@@ -80,7 +82,7 @@ class QuantizeConfig:
         slices, largest = LARGEST_DIM // CHANNELS, 4 * TOKEN_CHUNK // SCALE_BLOCK
         tile = TOKEN_CHUNK * CHANNELS * 2 + slices * (4 * CHANNELS + NONFINITE) + 8 * CHANNELS + WARPS * largest
         if self.token_chunks == 1:
-            return round_up(tile, 128)
+            return round_up(round_up(tile, 128) + (8 * TOKEN_CHUNK if self.paged else 0), 128)
         measured = max((WARPS + self.token_chunks) * MOMENTS, 4 * LANES * CHANNELS)
         own = MOMENTS + 4 * CHANNELS + NONFINITE
         return round_up(round_up(tile, 128) + measured + own + 8, 128)
@@ -101,11 +103,14 @@ OF_LONG = QuantizeConfig(1, 3)
 OF_PACKED = QuantizeConfig(8, 3, packed=True)
 """For packed sequences."""
 
+OF_PAGES = QuantizeConfig(1, 3, packed=True, paged=True)
+"""For sequences of a cache in pages."""
+
 LEAST_FULL = 0.3
 """The share of their room that clusters of several token chunks must fill, or packed sequences take none: a cluster
 begins where there is room for all of its CTAs, also those that will have no tokens."""
 
-INSTANCES = (*OF_CLUSTERS, OF_LONG, OF_PACKED)
+INSTANCES = (*OF_CLUSTERS, OF_LONG, OF_PACKED, OF_PAGES)
 """The compiled instances, each for e4m3 and int8. They are compiled together."""
 
 LARGEST = max(INSTANCES, key=lambda config: config.shared_bytes)

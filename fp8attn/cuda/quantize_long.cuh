@@ -49,6 +49,15 @@ __device__ inline bool has_long_sequences(const QuantizeParams& p) {
   return __any_sync(~0u, found);
 }
 
+// Slices of the token chunks of all places and heads. Of a cache in pages the host doesn't know how many have tokens,
+// or whether any have.
+template <bool PAGED>
+__device__ int units_of(const QuantizeParams& p) {
+  if constexpr (!PAGED) return p.units;
+  const int tokens = begin_of(p, p.sequences);
+  return tokens == 0 ? 0 : first_place<TOKEN_CHUNK>(tokens, p.sequences) * p.heads * (p.head_dim / CHANNELS);
+}
+
 // Calls f(n) for every item of a CTA. Of packed sequences there may be fewer CTAs than items.
 template <bool PACKED, typename F>
 __device__ void for_items(const QuantizeParams& p, int items, F&& f) {
@@ -76,8 +85,8 @@ __device__ int samples_of(const QuantizeParams& p) {
 
 // Measures an item: a slice of the sample of a head, or behind these a slice of a token chunk, the last heads first.
 // K's mean, not rotated yet, goes to p.k_mean. The first kernel finds the places of packed sequences for all.
-template <bool PACKED, typename T>
-__device__ void measure_item(const QuantizeParams& p, MomentsStorage& shared, int n, int items) {
+template <bool PACKED, bool PAGED, typename T>
+__device__ void measure_item(const QuantizeParams& p, Located<MomentsStorage, PAGED>& shared, int n, int items) {
   const bool is_sample = n < samples_of<PACKED>(p);
   const int slices = p.head_dim / CHANNELS, from_last = items - 1 - n;
   const int chunk = from_last / slices, slice = from_last % slices;
@@ -91,12 +100,19 @@ __device__ void measure_item(const QuantizeParams& p, MomentsStorage& shared, in
   if (PACKED && (!coord.exists() || coord.is_clustered(p))) return;
   if (!is_sample) clear_flags(p, coord);
   if (threadIdx.x < BLOCKS) shared.nonfinite[threadIdx.x] = {};
-  __syncthreads();
   const Mine mine;
-  const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
-  const int64_t stride = is_sample ? p.k_strides[2] : p.v_strides[2];
-  const Measured<T, STEPS / 2> measured(from, stride, is_sample ? coord.length : coord.count, is_sample ? sample_step(coord.length) : 1, mine, !is_sample);
-  measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
+  const int end = is_sample ? coord.length : coord.count, apart = is_sample ? sample_step(coord.length) : 1;
+  if constexpr (PAGED) {
+    const PagedTokens<T> tokens(p, is_sample ? p.k : p.v, is_sample ? p.k_strides : p.v_strides, coord, is_sample ? 0 : coord.first, apart, (end + apart - 1) / apart, shared.offsets);
+    __syncthreads();
+    const Measured<T, STEPS / 2, PagedChunks<T>> measured(tokens, coord.slice * CHANNELS, end, apart, mine, !is_sample);
+    measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
+  } else {
+    __syncthreads();
+    const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
+    const Measured<T, STEPS / 2> measured(from, is_sample ? p.k_strides[2] : p.v_strides[2], end, apart, mine, !is_sample);
+    measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
+  }
   const int channel = threadIdx.x;
   if (is_sample) {
     if (channel < CHANNELS) p.k_mean[coord.channel() + channel] = key_mean_of(shared.token_chunk.sum[channel], coord.inverse_sample(p));
@@ -115,24 +131,27 @@ constexpr int MEASURING_CTAS = 4;
 
 template <class Instance, typename T>
 __global__ void __launch_bounds__(THREADS, MEASURING_CTAS) measure_kv(const __grid_constant__ QuantizeParams p) {
-  constexpr bool packed = Instance::config.packed;
+  constexpr bool packed = Instance::config.packed, paged = Instance::config.paged;
   extern __shared__ __align__(128) uint8_t bytes[];
-  MomentsStorage& shared = *reinterpret_cast<MomentsStorage*>(bytes);
+  auto& shared = *reinterpret_cast<Located<MomentsStorage, paged>*>(bytes);
   ptx::wait_for_grids_before();  // one of which may write lengths
   ptx::launch_dependents();
-  const int items = packed ? samples_of<packed>(p) + p.units : int(gridDim.x);
-  for_items<packed>(p, items, [&](int n) { measure_item<packed, T>(p, shared, n, items); });
+  const int units = packed ? units_of<paged>(p) : int(gridDim.x);
+  if (units == 0) return;
+  const int items = packed ? samples_of<packed>(p) + units : units;
+  for_items<packed>(p, items, [&](int n) { measure_item<packed, paged, T>(p, shared, n, items); });
 }
 
 constexpr int CHUNKS_IN_FLIGHT = 8;  // token chunks whose statistics a thread of `finish_kv` loads before it adds them up
 static_assert(LANES % CHUNKS_IN_FLIGHT == 0);
 
 // Finishes an item: a slice of a head.
-template <bool PACKED, typename T>
+template <bool PACKED, bool PAGED, typename T>
 __device__ void finish_item(const QuantizeParams& p, int n) {
   const int slices = p.head_dim / CHANNELS, channel = threadIdx.x;
   const ClusterCoord coord = coord_of_head<PACKED>(p, n);
   if (PACKED && p.cluster_chunks > 0 && coord.is_clustered(p)) return;
+  if (PAGED && !coord.exists()) return;  // nobody attends to it
   const int token_chunks = coord.token_chunks;
   const int64_t first = coord.channel();
   if (channel >= CHANNELS) {
@@ -171,19 +190,19 @@ __device__ void finish_item(const QuantizeParams& p, int n) {
   p.v_scale[first + channel] = found.y;
 }
 
-template <bool PACKED, typename T>
+template <bool PACKED, bool PAGED, typename T>
 __global__ void __launch_bounds__(CHANNELS + 32) finish_kv(const __grid_constant__ QuantizeParams p) {
   ptx::wait_for_grids_before();
   ptx::launch_dependents();
-  for_items<PACKED>(p, slices_of_heads(p), [&](int n) { finish_item<PACKED, T>(p, n); });
+  for_items<PACKED>(p, slices_of_heads(p), [&](int n) { finish_item<PACKED, PAGED, T>(p, n); });
 }
 
 // The items of `write_kv` for a token chunk: slices of V, and parts of K.
 __host__ __device__ inline int writers_of(int slices) { return slices + KeyPart::parts_of(slices); }
 
 // Writes the codes of an item.
-template <bool PACKED, bool INT8, typename T>
-__device__ void write_item(const QuantizeParams& p, TileStorage& shared, int n) {
+template <bool PACKED, bool PAGED, bool INT8, typename T>
+__device__ void write_item(const QuantizeParams& p, Located<TileStorage, PAGED>& shared, int n) {
   const int slices = p.head_dim / CHANNELS, item = n % writers_of(slices);
   const bool is_keys = item >= slices;
   const int chunk = n / writers_of(slices), slice = is_keys ? 0 : item;
@@ -202,15 +221,26 @@ __device__ void write_item(const QuantizeParams& p, TileStorage& shared, int n) 
   };
   if (is_keys) {
     Keys<T> keys(KeyPart(slices, item - slices, coord.count));
-    const auto first_key = [&] { return slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2]; };
-    keys.load(shared.tile, first_key(), p.k_strides[2]);
+    if constexpr (PAGED) {
+      const PagedTokens<T> tokens(p, p.k, p.k_strides, coord, coord.first, 1, coord.count, shared.offsets);
+      __syncthreads();
+      keys.load(shared.tile, tokens);
+    } else {
+      keys.load(shared.tile, slice_of<T>(p.k, p.k_strides, coord) + coord.first * p.k_strides[2], p.k_strides[2]);
+    }
     wait();
     if (threadIdx.x < p.head_dim) shared.key_mean[threadIdx.x] = p.k_mean[coord.channel() + threadIdx.x];
     __syncthreads();
     write_key_part<INT8, T>(p, shared, coord, keys);
   } else {
     const Mine mine;
-    mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+    if constexpr (PAGED) {
+      const PagedTokens<T> tokens(p, p.v, p.v_strides, coord, coord.first, 1, coord.count, shared.offsets);
+      __syncthreads();
+      mine.load(shared.tile, tokens, coord.slice * CHANNELS, coord.count);
+    } else {
+      mine.load(shared.tile, slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2], p.v_strides[2], coord.count);
+    }
     wait();
     if (threadIdx.x < CHANNELS) {
       shared.shift[threadIdx.x] = p.v_mean[coord.channel() + threadIdx.x];
@@ -232,13 +262,13 @@ __device__ void write_item(const QuantizeParams& p, TileStorage& shared, int n) 
 
 template <class Instance, bool INT8, typename T>
 __global__ void __launch_bounds__(THREADS, Instance::config.ctas) write_kv(const __grid_constant__ QuantizeParams p) {
-  constexpr bool packed = Instance::config.packed;
+  constexpr bool packed = Instance::config.packed, paged = Instance::config.paged;
   extern __shared__ __align__(128) uint8_t bytes[];
-  TileStorage& shared = *reinterpret_cast<TileStorage*>(bytes);
+  auto& shared = *reinterpret_cast<Located<TileStorage, paged>*>(bytes);
   // `measure_kv` has seen to it that K, V and lengths are there; what they are quantized by may not be
   if (p.step != QuantizeStep::all) ptx::wait_for_grids_before();
   const int slices = p.head_dim / CHANNELS;
-  for_items<packed>(p, p.units / slices * writers_of(slices), [&](int n) { write_item<packed, INT8, T>(p, shared, n); });
+  for_items<packed>(p, units_of<paged>(p) / slices * writers_of(slices), [&](int n) { write_item<packed, paged, INT8, T>(p, shared, n); });
   if constexpr (packed) ptx::wait_for_grids_before();  // those whose items have no tokens, too: attention waits for this grid alone
 }
 

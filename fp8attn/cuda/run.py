@@ -9,6 +9,7 @@ import torch
 
 from ..call import AnyCall, Call, Problem, empty_lse, empty_output
 from ..device import Device
+from ..paged_copies import Spans
 from ..paged_tensors import PagedTensors, counted_window
 from ..pages import PagedBatch, PagedCall, Stage, Storage, lse_shape
 from ..quantization import empty_packed, sample_size
@@ -263,6 +264,33 @@ def quantize_packed(
     library.operators.quantize_packed.default(
         library.launchers[quantize.OF_PACKED], ctas, quantize.cluster_chunks_of(k, packed, longest), quantize.OF_PACKED.stats_bytes(ctas), k, v,
         packed.cu_seqlens, packed.seqused, *quantize.filled(key, value),
+    )  # fmt: skip
+    return key, value
+
+
+def quantize_pages(
+    cache: PagedTensors, table: torch.Tensor, spans: Spans, tokens: int, qk: ProductType, device: Device
+) -> tuple[Quantized, Quantized]:  # fmt: skip
+    """fp8attn.quantization.quantize_packed with recipe.FUSED_RECIPES[qk] of tokens of a cache in half precision.
+
+    `quantize.unsupported_call` must return None for its pages (P, Hkv, slots, D).
+
+    Args:
+        table: int32 (B, M), the pages of each row.
+        spans: where rows lie in the results, and which of their tokens.
+        tokens: of the results.
+
+    Raises:
+        BuildError: the kernel can't be compiled here.
+    """
+    packed, k, v = spans.packed(tokens), cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+    like = k[:1, :, :1].expand(1, -1, tokens, -1)
+    key, value = empty_packed(like, like, FUSED_RECIPES[qk], packed)
+    library = build.load_with(quantize.OF_PAGES, quantize.INSTANCES, device.arch)
+    ctas = quantize.ctas_of_packed(k, packed)
+    library.operators.quantize_pages.default(
+        library.launchers[quantize.OF_PAGES], ctas, quantize.OF_PAGES.stats_bytes(ctas), k, v, [table, spans.k, spans.keys, spans.firsts, spans.ends],
+        *quantize.filled(key, value),
     )  # fmt: skip
     return key, value
 

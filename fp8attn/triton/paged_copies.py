@@ -1,19 +1,22 @@
-"""Copies of rows of caches of other engines, as fp8attn/paged_copies.py defines them, in one launch; and the LSE
-of queries that attended to them."""
+"""Places of rows of caches of other engines, and copies of e4m3 ones, as fp8attn/paged_copies.py defines them, in one
+launch; and the LSE of queries that attended to them."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from ..device import device_of
-from ..paged_copies import Copies, Room
+from ..paged_copies import Copies, Room, Spans
 from ..paged_tensors import PagedTensors, counted_window
 from ..pages import PAGE, PagedBatch, tokens_of
 from .launch import ceil_div, launch
 from .paged_append import page_number
-from .paged_tensors import Traits, load_slots, place_of, scale_arguments
+from .paged_tensors import Traits, bytes_of, load_slots, place_of, scale_arguments
 from .quantize_steps import power_of_2
 from .tile import E4M3_NAN, SCALE_BLOCK, is_finite, key_of_slot
 from .varlen import SEARCH, begins_of, spans_of
@@ -23,8 +26,6 @@ PROGRAMS = 16
 
 CLEARED: tl.constexpr = tl.constexpr(16)  # queries that are cleared at a time
 WORDS: tl.constexpr = tl.constexpr(PAGE // 4)  # of a channel of a block
-TOKENS: tl.constexpr = tl.constexpr(64)  # in half precision, that are copied at a time
-NAN: tl.constexpr = tl.constexpr(0x7FFF)  # both of float16 and of bfloat16
 
 
 @triton.jit
@@ -93,25 +94,22 @@ def clear_queries(out, lse, first_row, row_step, lse_at, first, real, given, ste
 
 @triton.jit
 def load_tokens(token, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C: tl.constexpr):
-    """One head's tokens (N,), keys (N, width) and values (N, value width): NaN and zeros of those that make rows NaN
-    which see them. Of half precision only of those that aren't there."""
+    """Codes of one head's tokens (N,), keys (N, width) and values (N, value width): NaN and zeros of those that make
+    rows NaN which see them."""
     index, slot = place_of(token, page, C)
     number, exists = page_number(table, tl.where(token < there, index, table_width), table_width, every_page)
     exists = exists & (token < used)
     key = load_slots(k, k_strides, number, slot, exists, C.dim, C.width)
     value = load_slots(v, v_strides, number, slot, exists, C.value_dim, C.value_width)
-    if C.codes:
-        bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | (finite == 0)
-        return tl.where(bad[:, None], E4M3_NAN, key).to(tl.uint8), tl.where(bad[:, None], 0, value).to(tl.uint32)
-    else:
-        return tl.where(exists[:, None], key, NAN), value
+    bad = (tl.max(((value & E4M3_NAN) == E4M3_NAN).to(tl.int32), 1) > 0) | (exists == 0) | (finite == 0)
+    return tl.where(bad[:, None], E4M3_NAN, key).to(tl.uint8), tl.where(bad[:, None], 0, value).to(tl.uint32)
 
 
 @triton.jit
-def store_rows(to, token, count, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """Store keys or values (N, WIDTH) of tokens (N,), counted from the first that is copied."""
-    columns = tl.arange(0, WIDTH)
-    tl.store(to + token.to(tl.int64)[:, None] * DIM + columns[None, :], x, mask=(token < count)[:, None] & (columns < DIM)[None, :])
+def store_keys(to, token, count, key, C: tl.constexpr):
+    """Store keys (N, width) of tokens (N,), counted from the first that is copied."""
+    columns = tl.arange(0, C.width)
+    tl.store(to + token.to(tl.int64)[:, None] * C.dim + columns[None, :], key, mask=(token < count)[:, None] & (columns < C.dim)[None, :])
 
 
 @triton.jit(
@@ -135,20 +133,22 @@ def store_rows(to, token, count, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
         "chunks",
     ]
 )
-def copy_kernel(
+def place_kernel(
     k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, lengths, counts, cu_seqlens,
-    q_starts, queries, k_starts, keys, copied_k, copied_k_scale, copied_v, copied_v_scale, out, lse, rows_of_batch, q_heads, kv_heads,
+    q_starts, queries, k_starts, keys, firsts, ends, copied_k, copied_k_scale, copied_v, copied_v_scale, out, lse, rows_of_batch, q_heads, kv_heads,
     length, table_stride, table_width, every_page, page, left, right, few, most, longest, beyond, room, of_pass, number, chunks, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: chunks x kv_heads x rows of the batch, in one dimension. A program copies every chunks-th block of a row.
+    """Grid: chunks x kv_heads x rows of the batch, in one dimension. Of an e4m3 cache, a program copies every chunks-th
+    block of a row.
 
     Queries that are no tokens get zeros and -inf, and NaN those behind the tokens that a row has room for.
 
     Args:
-        k, v: (P, page, Hkv, D or Dv), strides of this order; e4m3 as bytes, halves as int16.
+        k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes. Of other caches these, their scales
+            and copies are None.
         k_scale, v_scale: strides over rows of the batch, pages, slots and heads.
-        q_starts, queries, k_starts, keys: of paged_copies.Spans.
-        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, e4m3 values as words of four codes.
+        q_starts, queries, k_starts, keys, firsts, ends: of paged_copies.Spans.
+        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, values as words of four codes.
         out, lse: (B, Hq, S, Dv) and (B, Hq, S); or packed, (T, Hq, Dv) and (Hq, T).
         few, most, longest, beyond, room, of_pass: of paged_copies.Room, `room` its tokens. number: of the pass.
     """
@@ -161,18 +161,21 @@ def copy_kernel(
     limits = few, most, longest, beyond, left
     count = real_tokens(row, counts, given, end, row < rows_of_batch)
     seeing, first, keys_of_row = copied_tokens(given, count, end, limits)
-    before = wanted_before(row, cu_seqlens, lengths, counts, length, limits) - number.to(tl.int64) * of_pass
-    of_this = (given > few) & (before >= 0) & (before < of_pass)
+    there = tl.where((right < 0) & (end > longest), 0, tl.minimum(tl.maximum(end, 0), longest))
+    of_row = wanted_before(row, cu_seqlens, lengths, counts, length, limits) - number.to(tl.int64) * of_pass
+    of_this = (given > few) & (of_row >= 0) & (of_row < of_pass)
     copied = of_this & (keys_of_row > 0)
-    before = tl.minimum(tl.maximum(before, 0), room)
+    before = tl.minimum(tl.maximum(of_row, 0), room)
     if (head == 0) & (chunk == 0):
         tl.store(q_starts + row, (row * q_heads * length).to(tl.int32))
         tl.store(queries + row, tl.where(copied, seeing, 0))
         tl.store(k_starts + row, before.to(tl.int32))
         tl.store(keys + row, tl.where(copied, keys_of_row, 0))
+        tl.store(firsts + row, first)
+        tl.store(ends + row, there)
         if row == rows_of_batch - 1:
             tl.store(q_starts + rows_of_batch, rows_of_batch * q_heads * length)
-            tl.store(k_starts + rows_of_batch, room)
+            tl.store(k_starts + rows_of_batch, tl.minimum(tl.maximum(of_row + round_up(keys_of_row), 0), room).to(tl.int32))
     group = q_heads // kv_heads
     if cu_seqlens is not None:  # tokens behind the last row
         tail = begins_of(cu_seqlens, rows_of_batch, length, rows_of_batch >= 0) + (row * chunks + chunk) * CLEARED
@@ -187,14 +190,13 @@ def copy_kernel(
             else:
                 first_row, step, lse_at = begin.to(tl.int64) * q_heads + q_head, q_heads, q_head * length + begin
             clear_queries(out, lse, first_row, step, lse_at, seeing + chunk * CLEARED, count, given, chunks * CLEARED, C.value_dim, VALUE_WIDTH)
-    if copied:
-        used = first + keys_of_row
-        there = tl.where((right < 0) & (end > longest), 0, tl.minimum(used, longest))
-        k += head * k_strides[2]
-        v += head * v_strides[2]
-        table = page_table + row * table_stride
-        copied_k += (head * room + before) * C.dim
-        if C.codes:
+    if C.codes:  # noqa: SIM102  # known at compile time
+        if copied:
+            used = first + keys_of_row
+            k += head * k_strides[2]
+            v += head * v_strides[2]
+            table = page_table + row * table_stride
+            copied_k += (head * room + before) * C.dim
             own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
             own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
             finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
@@ -215,48 +217,56 @@ def copy_kernel(
                 k1, v1 = load_tokens(first + t1, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
                 k2, v2 = load_tokens(first + t2, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
                 k3, v3 = load_tokens(first + t3, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
-                store_rows(copied_k, t0, keys_of_row, k0, C.dim, C.width)
-                store_rows(copied_k, t1, keys_of_row, k1, C.dim, C.width)
-                store_rows(copied_k, t2, keys_of_row, k2, C.dim, C.width)
-                store_rows(copied_k, t3, keys_of_row, k3, C.dim, C.width)
+                store_keys(copied_k, t0, keys_of_row, k0, C)
+                store_keys(copied_k, t1, keys_of_row, k1, C)
+                store_keys(copied_k, t2, keys_of_row, k2, C)
+                store_keys(copied_k, t3, keys_of_row, k3, C)
                 at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + block * WORDS + words[None, :]
                 tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
                 tl.store(copied_k_scale + block, tl.where(finite, own_k_scale, 1.0))
-        else:
-            copied_v += (head * room + before) * C.value_dim
-            for start in range(chunk * TOKENS, keys_of_row, chunks * TOKENS):
-                t = start + tl.arange(0, TOKENS)
-                key, value = load_tokens(first + t, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, True, C)
-                store_rows(copied_k, t, keys_of_row, key, C.dim, C.width)
-                store_rows(copied_v, t, keys_of_row, value, C.value_dim, C.value_width)
 
 
-def copy(
-    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, copies: Copies, results: tuple[torch.Tensor, torch.Tensor], number: int,
-    *, warmup: bool = False,
+@dataclass(frozen=True)
+class Halves:
+    """What the kernel knows at compile time of a cache in half precision, as of paged_tensors.Traits."""
+
+    value_dim: int
+    value_width: int
+    codes: bool = False
+
+
+def place(
+    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, to: tuple[Spans, Copies | None],
+    results: tuple[torch.Tensor, torch.Tensor], number: int, *, warmup: bool = False,
 ) -> None:  # fmt: skip
-    """paged_copies.copy by a kernel.
+    """paged_copies.place by a kernel, and of an e4m3 cache paged_copies.copy.
 
     Args:
         q: (B, Hq, S, D), or packed (T, Hq, D).
-        copies: where to write, of `Copies.empty`.
+        to: where to write: of `Spans.empty`, and of `Copies.empty` or None.
         results: output and LSE, (B, Hq, S, Dv) and (B, Hq, S), or (T, Hq, Dv) and (Hq, T), contiguous. Queries of
-            copied rows that are no tokens are cleared, and packed ones of no row.
+            placed rows that are no tokens are cleared, and packed ones of no row.
         number: of the pass.
         warmup: compile only.
     """
-    rows, table = batch.lengths.shape[0], batch.page_table
-    spans, kv_heads, device = copies.spans, cache.kv_heads, device_of(q.device)
-    chunks = max(min(room.of_row // PAGE, ceil_div(PROGRAMS * device.sm_count, rows * kv_heads)), 1)
-    k, v, copied_k = (x.view(torch.uint8 if cache.is_fp8 else torch.int16) for x in (cache.k, cache.v, copies.k))
-    copied_v = copies.v.view(torch.int32 if cache.is_fp8 else torch.int16)
+    (spans, copies), rows, table = to, batch.lengths.shape[0], batch.page_table
+    kv_heads, device, widths = cache.kv_heads, device_of(q.device), [power_of_2(x.shape[3]) for x in (cache.k, cache.v)]
+    tensors: list[Any] = [None] * 8
+    copied: list[torch.Tensor | None] = [None] * 4
+    traits: Traits | Halves = Halves(cache.v.shape[3], widths[1])
+    chunks, num_warps = 1, 1
+    if copies is not None:
+        chunks = max(min(room.of_row // PAGE, ceil_div(PROGRAMS * device.sm_count, rows * kv_heads)), 1)
+        k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
+        tensors = [k, k.stride(), v, v.stride(), *scale_arguments(cache)]
+        copied = [copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale]
+        traits, num_warps = Traits.of(cache, device), max(max(widths) // 16, 1)
     launch(
-        copy_kernel, (chunks * kv_heads * rows,),
-        k, k.stride(), v, v.stride(), *scale_arguments(cache), table, batch.lengths, batch.counts, batch.cu_seqlens,
-        spans.q, spans.queries, spans.k, spans.keys, copied_k, copies.k_scale, copied_v, copies.v_scale, *results,
+        place_kernel, (chunks * kv_heads * rows,),
+        *tensors, table, batch.lengths, batch.counts, batch.cu_seqlens,
+        spans.q, spans.queries, spans.k, spans.keys, spans.firsts, spans.ends, *copied, *results,
         rows, q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cache.k.shape[0], cache.page, *counted_window(room.window),
-        room.few, room.most, room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, Traits.of(cache, device),
-        num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) // 16, 1), warmup=warmup,
+        room.few, room.most, room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, traits, num_warps=num_warps, warmup=warmup,
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def test_the_table_of_prefills(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(readme, "RESULTS", tmp_path)
     assert readme.prefill().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 1.00 | 80 (75%) | 80 | 80 | 80 | – |"
     (tmp_path / "prefill.jsonl").rename(tmp_path / "prefill_tensors.jsonl")
-    assert readme.prefill_tensors().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 80 | 80 | – | 1.00 | – | – |"
+    assert readme.prefill_tensors().splitlines()[-1] == "| prefill 4 × 4k | 80 | 80 | 1.00 | 80 | – | – | 80 | 80 | – | – | – |"
 
 
 @pytest.mark.parametrize("queries, options", (

@@ -369,7 +369,7 @@ def paged(arch: int, part: int) -> list[dict]:
 
     import fp8attn
     from fp8attn.device import ARCHITECTURES
-    from fp8attn.paged_copies import Copies, Room
+    from fp8attn.paged_copies import Copies, Room, Spans
     from fp8attn.pages import PagedCall, Stage
     from fp8attn.reference import Scoring
     from fp8attn.rotary import Angles
@@ -439,8 +439,9 @@ def paged(arch: int, part: int) -> list[dict]:
             for queries, of_queries in ((q, counted), (q[0].transpose(0, 1), of_packed)):
                 results = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:2], dtype=torch.float32)
                 room = Room.of(queries, copied, of_queries, (-1, 0), 1)
-                copies = Copies.empty(copied, of_queries, room, queries.device)
-                paged_copies.copy(queries, copied, of_queries, room, copies, results, 0, warmup=True)
+                spans, copies = Spans.empty(2, queries.device), Copies.empty(copied, 2, room, queries.device)
+                for to in ((spans, copies), (spans, None)):
+                    paged_copies.place(queries, copied, of_queries, room, to, results, 0, warmup=True)
             paged_copies.store_lse(torch.zeros(1, 8, 9), counted.lengths, torch.zeros(2, 8, length), warmup=True)
             rotary.turn(q[0].transpose(0, 1), None, of_packed, angles, warmup=True)
     return compiled
@@ -453,7 +454,7 @@ MOST_STACK = {
     "append_kernel": 160,
     "attention_kernel": 200,
     "combine_kernel": 0,
-    "copy_kernel": 0,
+    "place_kernel": 0,
     "lse_kernel": 0,
     "tensors_attention_kernel": 144,
     "write_tokens_kernel": 0,

@@ -10,7 +10,7 @@ import torch
 
 from foreign import Call
 from fp8attn import paged_copies
-from fp8attn.paged_copies import Copies, Room
+from fp8attn.paged_copies import Copies, Room, Spans
 from fp8attn.pages import lse_shape, tokens_of
 from fp8attn.triton import paged_copies as kernels
 
@@ -42,12 +42,12 @@ def nonfinite(call: Call, seed: int) -> Call:
         case 3:
             lengths[row] = -3 if seed % 4 else 1 << 30
         case 4 if cache.is_fp8:
-            cache.v.view(torch.uint8)[table[row, 0], 3, -1, 5] = 0xFF
+            cache.v.view(torch.uint8)[table[row, 0], 3 % cache.page, -1, 5] = 0xFF
         case 5 if cache.is_fp8:
             assert isinstance(cache.k_scale, torch.Tensor)
             cache.k_scale.view(-1)[-1] = torch.inf
         case of_half:
-            (cache.v, cache.k)[of_half - 4][table[row, 0], 3, -1, 5] = (torch.nan, -torch.inf)[seed // 6 % 2]
+            (cache.v, cache.k)[of_half - 4][table[row, 0], 3 % cache.page, -1, 5] = (torch.nan, -torch.inf)[seed // 6 % 2]
     return replace(call, batch=replace(call.batch, page_table=table, lengths=lengths))
 
 
@@ -58,13 +58,13 @@ def room_of(call: Call, few: int) -> Room:
 def in_passes(patch: pytest.MonkeyPatch, call: Call, few: int) -> Room:
     """Room for little more than two rows."""
     cache = call.cache
-    bytes_of_token = (1 if cache.is_fp8 else 3) * cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
+    bytes_of_token = cache.kv_heads * (cache.k.shape[3] + cache.v.shape[3])
     patch.setattr(paged_copies, "MOST_BYTES", (2 * room_of(call, few).of_row + 128) * bytes_of_token)
     patch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
     return room_of(call, few)
 
 
-def cleared(call: Call, copies: Copies, room: Room, out: torch.Tensor, lse: torch.Tensor) -> None:
+def cleared(call: Call, spans: Spans, room: Room, out: torch.Tensor, lse: torch.Tensor) -> None:
     """What becomes of queries that don't attend to copies, and are no other kernel's."""
     tokens, batch = tokens_of(call.q), call.batch
     edges = None if batch.cu_seqlens is None else batch.cu_seqlens.tolist()
@@ -75,7 +75,7 @@ def cleared(call: Call, copies: Copies, room: Room, out: torch.Tensor, lse: torc
         end = max(int(batch.lengths[row]), 0)
         count = max(min(given if batch.counts is None else int(batch.counts[row]), given, end), 0)
         if given > room.few:
-            first = int(copies.spans.queries[row])
+            first = int(spans.queries[row])
             of_row[0][first:count], of_row[1][:, first:count] = torch.nan, torch.nan
             of_row[0][count:given], of_row[1][:, count:given] = 0.0, -torch.inf
     if edges is not None:
@@ -83,24 +83,23 @@ def cleared(call: Call, copies: Copies, room: Room, out: torch.Tensor, lse: torc
 
 
 def check_copies(call: Call, room: Room, number: int = 0) -> None:
-    """The kernel copies what the definition says in pass `number`, and clears queries that attend to nothing."""
-    q, arguments, found = call.q, (call.q, call.cache, call.batch, room), Copies.empty(call.cache, call.batch, room, call.q.device)
-    for x in (found.k, found.v, found.k_scale, found.v_scale):
-        if x is not None:
+    """The kernel places and copies rows as the definition says in pass `number`, and clears queries that attend to nothing."""
+    q, cache, batch, rows = call.q, call.cache, call.batch, len(call.batch.lengths)
+    spans, copies = Spans.empty(rows, q.device), Copies.empty(cache, rows, room, q.device) if cache.is_fp8 else None
+    results = torch.full((*q.shape[:-1], cache.v.shape[3]), 3.0, device=q.device), torch.full(lse_shape(q), 3.0, device=q.device)
+    placed = paged_copies.place(q, batch, room, number)
+    if copies is not None:
+        for x in (copies.k, copies.k_scale, copies.v, copies.v_scale):
             x.view(torch.uint8).zero_()
-    results = torch.full((*q.shape[:-1], call.cache.v.shape[3]), 3.0, device=q.device), torch.full(lse_shape(q), 3.0, device=q.device)
-    expected = paged_copies.copy(*arguments, number)
-    kernels.copy(*arguments, found, results, number)
-    for name in ("q", "queries", "k", "keys"):
-        assert torch.equal(getattr(found.spans, name), getattr(expected.spans, name)), name
-    for name in ("k", "v", *(("k_scale", "v_scale") if call.cache.is_fp8 else ())):
-        x, y = getattr(found, name), getattr(expected, name)
-        if not call.cache.is_fp8:
-            assert torch.equal(x.isnan(), y.isnan())
-            x, y = x.nan_to_num(7.0), y.nan_to_num(7.0)  # of NaN there are many
-        assert torch.equal(x.view(torch.uint8), y.view(torch.uint8)), name
+    kernels.place(q, cache, batch, room, (spans, copies), results, number)
+    for name in ("q", "queries", "k", "keys", "firsts", "ends"):
+        assert torch.equal(getattr(spans, name), getattr(placed, name)), name
+    if copies is not None:
+        wanted_copies = paged_copies.copy(cache, batch, room, placed)
+        for name in ("k", "k_scale", "v", "v_scale"):
+            assert torch.equal(getattr(copies, name).view(torch.uint8), getattr(wanted_copies, name).view(torch.uint8)), name
     if room.passes == 1:
         wanted = torch.full_like(results[0], 3.0), torch.full_like(results[1], 3.0)
-        cleared(call, expected, room, *wanted)
+        cleared(call, placed, room, *wanted)
         for x, y in zip(results, wanted, strict=True):
             assert torch.equal(x.nan_to_num(9.0), y.nan_to_num(9.0)), "queries that attend to nothing"

@@ -141,6 +141,9 @@ class QuantizeParams(ctypes.Structure):
         ("sequences", ctypes.c_int),
         ("units", ctypes.c_int),
         ("cluster_chunks", ctypes.c_int),
+        *((name, ctypes.c_void_p) for name in ("page_table", "firsts", "ends")),
+        ("table_stride", ctypes.c_int64),
+        *((name, ctypes.c_int) for name in ("pages", "page", "page_log")),
     ]
 
 
@@ -624,6 +627,18 @@ def quantize_packed_params(
     return p
 
 
+def quantize_pages_params(
+    ctas: int, chunk_stats: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: Sequence[torch.Tensor], *results: torch.Tensor
+) -> QuantizeParams:  # fmt: skip
+    """The QuantizeParams that binding.cpp's quantize_pages makes from its arguments; `chunk_stats` it allocates."""
+    table, starts, used, firsts, ends = batch
+    p = quantize_packed_params(ctas, 0, chunk_stats, k, v, starts, used, *results)
+    p.length, p.page_table, p.firsts, p.ends = results[0].size(2), table.data_ptr(), firsts.data_ptr(), ends.data_ptr()
+    p.table_stride, p.pages, p.page = table.stride(0), k.size(0), k.size(2)
+    p.page_log = p.page.bit_length() - 1 if p.page & (p.page - 1) == 0 else -1
+    return p
+
+
 MEASURE, WRITE = 1, 2
 """Steps of C++'s QuantizeStep."""
 
@@ -941,6 +956,12 @@ def _quantize_packed(instances: Sequence[Source], launcher: int, ctas: int, clus
     _run_quantizer(instances, launcher, ctas, quantize_packed_params(ctas, cluster_chunks, stats, *tensors))
 
 
+def _quantize_pages(instances: Sequence[Source], launcher: int, ctas: int, stats_bytes: int, *tensors) -> None:
+    """binding.cpp's quantize_pages."""
+    stats = torch.full((stats_bytes // 4,), torch.nan)
+    _run_quantizer(instances, launcher, ctas, quantize_pages_params(ctas, stats, *tensors))
+
+
 def _measure_part(instances: Sequence[Source], launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
     """binding.cpp's measure_part."""
     for x in tensors[1:]:
@@ -956,7 +977,13 @@ def _write_part(instances: Sequence[Source], launcher: int, ctas: int, *tensors:
 def quantizer(*mutations: Mutation) -> build.Library:
     """The library that fp8attn.cuda.run launches in place of the compiled quantizer."""
     instances = [Source("quantize.cpp", config, mutations) for config in quantize.INSTANCES]
-    launches = {"quantize": _quantize, "quantize_packed": _quantize_packed, "measure_part": _measure_part, "write_part": _write_part}
+    launches = {
+        "quantize": _quantize,
+        "quantize_packed": _quantize_packed,
+        "quantize_pages": _quantize_pages,
+        "measure_part": _measure_part,
+        "write_part": _write_part,
+    }
     operators = SimpleNamespace(**{name: SimpleNamespace(default=functools.partial(launch, instances)) for name, launch in launches.items()})
     return build.Library(operators, {c: i for i, c in enumerate(quantize.INSTANCES)})
 

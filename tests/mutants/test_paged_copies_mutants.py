@@ -22,7 +22,7 @@ CASE = Case((300, 129, 257), 40, 16, 2, 3, 64, 64, scales=("row", "head"), seed=
 
 HALF = replace(CASE, dtype=torch.float16, qk="e4m3")
 
-original_load, original_store, original_clear = kernels.load_tokens, kernels.store_rows, kernels.clear_queries
+original_load, original_store, original_clear = kernels.load_tokens, kernels.store_keys, kernels.clear_queries
 original_before, original_copied, original_finite = kernels.wanted_before, kernels.copied_tokens, kernels.is_finite
 original_page = kernels.page_number
 
@@ -30,13 +30,7 @@ original_page = kernels.page_number
 @triton.jit
 def values_that_are_nan_unseen(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C: tl.constexpr):
     key, value = original_load(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C)
-    return tl.where(key == 0x7F, 0, key).to(tl.uint8) if C.codes else key, value
-
-
-@triton.jit
-def missing_halves_are_zero(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C: tl.constexpr):
-    key, value = original_load(token, used, there, table, width, k, k_strides, v, v_strides, every, page, finite, C)
-    return key if C.codes else tl.where(key == 0x7FFF, 0, key), value
+    return tl.where(key == 0x7F, 0, key).to(tl.uint8), value
 
 
 @triton.jit
@@ -51,8 +45,8 @@ def any_page(table, page, width, every_page):
 
 
 @triton.jit
-def rows_of_other_tokens(to, token, count, x, DIM: tl.constexpr, WIDTH: tl.constexpr):
-    original_store(to, token ^ 1, count, x, DIM, WIDTH)
+def keys_of_other_tokens(to, token, count, key, C: tl.constexpr):
+    original_store(to, token ^ 1, count, key, C)
 
 
 @triton.jit
@@ -98,11 +92,10 @@ def any_scale(x):
 MUTANTS = {
     "NaN of values": ("load_tokens", values_that_are_nan_unseen),
     "tokens behind the last one": ("load_tokens", tokens_behind_the_last),
-    "halves that aren't there": ("load_tokens", missing_halves_are_zero),
     "rows with too many queries": ("copied_tokens", any_number_of_queries),
     "a block that the window has": ("copied_tokens", a_block_too_few),
     "any page": ("page_number", any_page),
-    "other tokens": ("store_rows", rows_of_other_tokens),
+    "keys of other tokens": ("store_keys", keys_of_other_tokens),
     "tokens in order": ("key_of_slot", lambda slot: slot),
     "queries that stay": ("clear_queries", queries_that_stay),
     "zeros in place of NaN": ("clear_queries", zeros_in_place_of_nan),

@@ -74,38 +74,41 @@ def by_oracle(call: Call, exact: bool | None = None) -> tuple[torch.Tensor, torc
     """Attention to copies of e4m3 by the oracle of the kernels for packed sequences, and which queries it is of: as the call has them."""
     q, device, tokens = call.q, call.q.device, tokens_of(call.q)
     room = room_of(call, 0)
-    copies = paged_copies.copy(q, call.cache, call.batch, room)
+    spans = paged_copies.place(q, call.batch, room)
+    copies = paged_copies.copy(call.cache, call.batch, room, spans)
     codes = quantize_q(paged_tensors_ops._as_batch(q).contiguous(), paged_tensors.QUERIES)
     if q.dim() == 3:
         codes = replace(codes, data=codes.data.transpose(1, 2).contiguous().transpose(1, 2))
-    one = paged_tensors_ops._call_of(q, copies, codes, call.batch, call.how, torch.float32, room.longest)
+    one = paged_tensors_ops._call_of(q, (call.batch, spans, room), copies, codes, call.how, torch.float32)
     arithmetic = reference.Arithmetic(KEYS, exact=exact, caps_codes=exact is not None)
     out, lse = ops.of_sequences(one, functools.partial(ops.modelled, one, arithmetic))
     if q.dim() == 3:
         found = torch.zeros(tokens, dtype=torch.bool, device=device)
         assert call.batch.cu_seqlens is not None
-        for begin, count in zip(call.batch.cu_seqlens.tolist(), copies.spans.queries.tolist(), strict=False):
+        for begin, count in zip(call.batch.cu_seqlens.tolist(), spans.queries.tolist(), strict=False):
             found[begin : begin + count] = True
         return out[0].transpose(0, 1), lse[0], found
     rows, heads, length = q.shape[:3]
     places = torch.arange(rows, device=device)[:, None] * heads * length + torch.arange(length, device=device)
-    found = torch.arange(length, device=device) < copies.spans.queries[:, None]
+    found = torch.arange(length, device=device) < spans.queries[:, None]
     return out[0][:, places].transpose(0, 1), lse[0][:, places].transpose(0, 1), found
 
 
 def by_recipe(call: Call, backend: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Attention to copies of half precision: `varlen_sdpa` of the copied tokens and their queries, (n, Hq, Dv) and (n, Hq), and which these are."""
+    """Attention to halves by a recipe: `varlen_sdpa` of placed tokens and their queries, (n, Hq, Dv) and (n, Hq), and which these are."""
     q, how, starts = call.q, call.how, call.batch.cu_seqlens
-    copies = paged_copies.copy(q, call.cache, call.batch, room_of(call, 0))
-    counts = copies.spans.queries.tolist()
+    room = room_of(call, 0)
+    spans = paged_copies.place(q, call.batch, room)
+    counts = spans.queries.tolist()
     found = torch.zeros(q.shape[:1] if starts is not None else (q.shape[0], q.shape[2]), dtype=torch.bool)
     for row, count in enumerate(counts):
         own, begin = (found[row], 0) if starts is None else (found, int(starts[row]))
         own[begin : begin + count] = True
     found, everything = found.to(q.device), how.window == (-1, -1)
     out, lse = fp8attn.varlen_sdpa(
-        (q if starts is not None else q.transpose(1, 2))[found], *(x[0].transpose(0, 1) for x in (copies.k, copies.v)),
-        ints([0, *itertools.accumulate(counts)], q.device), copies.spans.k, seqused_k=copies.spans.keys, is_causal=how.window == (-1, 0),
+        (q if starts is not None else q.transpose(1, 2))[found],
+        *(x[0].transpose(0, 1) for x in paged_copies.halves(call.cache, call.batch, room, spans)),
+        ints([0, *itertools.accumulate(counts)], q.device), spans.k, seqused_k=spans.keys, is_causal=how.window == (-1, 0),
         window=None if everything else how.window, softcap=how.softcap, sinks=how.sinks, recipe=call.cache.recipe, out_dtype=torch.float32,
         return_lse=True, backend=backend,
     )  # type: ignore[misc]  # fmt: skip
@@ -192,13 +195,13 @@ def is_copied(call: Call) -> bool:
 def few_tiles_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of more than 384 queries of a key/value head are copied however few tiles of queries there are."""
     monkeypatch.setattr(paged_tensors_ops, "_unsupported_tiles", lambda *_: None)
-    monkeypatch.setattr(paged_tensors_ops, "COPIED_ROWS", {True: 384, False: 384})
+    monkeypatch.setattr(paged_tensors_ops, "PACKED_ROWS", {True: 384, False: 384})
 
 
 def check_on_a_gpu(call: Call) -> None:
     """A call is close to the oracle of the cache. Where rows are copied it is what the pipeline's oracle says, or `varlen_sdpa` of the copies."""
     plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
-    assert isinstance(plan, paged_tensors_ops.Copying) and is_copied(call)
+    assert isinstance(plan, paged_tensors_ops.Packing) and is_copied(call)
     out, lse = answer(call)
     wanted, wanted_lse = paged_tensors.attend(call.q, call.cache, call.batch, call.how)
     assert torch.equal(out.isnan(), wanted.isnan()) and torch.equal(lse.isnan(), wanted_lse.isnan()) and torch.equal(lse.isinf(), wanted_lse.isinf())
@@ -268,7 +271,7 @@ def test_passes_have_the_bits_of_one(device: torch.device, case: Case) -> None:
             eager.forget()
             found = answer(call)
             plan = paged_tensors_ops.plan_attention("auto", call.q, call.cache, call.batch, call.how)
-            assert isinstance(plan, paged_tensors_ops.Copying) and plan.room.passes > 1
+            assert isinstance(plan, paged_tensors_ops.Packing) and plan.room.passes > 1
         for x, y in zip(found, expected, strict=True):
             assert torch.equal(x, y)
 
@@ -318,5 +321,5 @@ def test_what_is_not_copied(device: torch.device) -> None:
         (call.q, call.cache, replace(call.batch, batch_invariant=True), "batch_invariant"),
         (call.q[0].transpose(0, 1)[:400].contiguous(), call.cache, wide, "passes; there are 400 queries"),
     ):
-        planned = paged_tensors_ops.plan_copying(q, cache, batch, call.how)
+        planned = paged_tensors_ops.plan_packing(q, cache, batch, call.how)
         assert isinstance(planned, str) and said in planned, planned

@@ -1213,24 +1213,25 @@ def test_decode_steps_from_caches_of_other_engines_are_kept(fp8: bool, repeats: 
 def test_calls_whose_rows_are_copied_are_kept(
     is_packed: bool, passes: int, recipe: fp8attn.Recipe | None, repeats: Repeats, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
-    """All launches of all passes, with one workspace for the copies."""
+    """All launches of all passes, with one workspace."""
 
-    def copy(q, cache, batch, room, copies, results, number) -> None:
+    def place(q, cache, batch, room, to, results, number) -> None:
         if recording.current() is not None:
-            function(q, cache.k, batch.page_table, copies.k, copies.v, copies.spans.keys, *results)
+            spans, copies = to
+            function(q, cache.k, batch.page_table, spans.keys, *(() if copies is None else (copies.k, copies.v)), *results)
 
     def store_lse(packed, queries, lse) -> None:
         if recording.current() is not None:
             function(packed, queries, lse)
 
-    monkeypatch.setattr(triton_kernels.paged_copies, "copy", copy)
+    monkeypatch.setattr(triton_kernels.paged_copies, "place", place)
     monkeypatch.setattr(triton_kernels.paged_copies, "store_lse", store_lse)
     monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=4))
     if passes > 1:
-        monkeypatch.setattr(paged_copies, "MOST_BYTES", (3 if recipe else 1) * 2 * 512 * 2 * 2 * 64 - 1)
+        monkeypatch.setattr(paged_copies, "MOST_BYTES", 2 * 512 * 2 * 2 * 64 - 1)
         monkeypatch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
-    monkeypatch.setattr(paged_tensors_ops, "COPIED_ROWS", {True: 384, False: 384})
+    monkeypatch.setattr(paged_tensors_ops, "PACKED_ROWS", {True: 384, False: 384})
     for i in range(4):
         k = torch.zeros(40, 16, 2, 64).to(torch.bfloat16 if recipe else torch.float8_e4m3fn)
         scales = () if recipe else (torch.ones(2), torch.ones(2))
@@ -1241,7 +1242,7 @@ def test_calls_whose_rows_are_copied_are_kept(
             query = query[0, :, :].transpose(0, 1).contiguous()
             batch = dataclasses.replace(batch, cu_seqlens=torch.tensor([0, 1, 200], dtype=torch.int32), max_count=199)
         plan = paged_tensors_ops.plan_attention("cuda", query, cache, batch, Scoring(0.125))
-        assert isinstance(plan, paged_tensors_ops.Copying) and plan.room.passes == passes
+        assert isinstance(plan, paged_tensors_ops.Packing) and plan.room.passes == passes
         fp8attn.paged_sdpa(query, cache, batch, return_lse=True, backend="cuda")
         assert repeats.last() == (i > 1)
 

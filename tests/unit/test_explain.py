@@ -21,8 +21,9 @@ from fp8attn import triton as triton_kernels
 from fp8attn.call import empty_lse, empty_output
 from fp8attn.cuda import build, configs, prefill, quantize
 from fp8attn.cuda import run as cuda_run
-from fp8attn.device import ARCHITECTURES
-from fp8attn.recipe import FUSED_RECIPES, Packed, ProductType, Quantized
+from fp8attn.device import ARCHITECTURES, Device
+from fp8attn.paged_copies import Spans
+from fp8attn.recipe import FUSED_RECIPES, ProductType, Quantized
 from fp8attn.triton import run as triton_run
 
 pytestmark = pytest.mark.anywhere
@@ -350,21 +351,22 @@ def test_prompts_of_caches_of_other_engines(
     """Rows of many queries are copied, beside rows of few ones, in as many passes as it takes."""
     few *= 2 if recipe and few == 2 else 1
 
-    def packed(k: torch.Tensor, v: torch.Tensor, qk: ProductType, packed: Packed, *_: Any) -> tuple[Quantized, Quantized]:
-        paged_launches.append("packed")
-        return quantize_ref.empty_packed(k, v, FUSED_RECIPES[qk], packed)
+    def quantized(cache: Any, table: torch.Tensor, spans: Spans, tokens: int, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
+        paged_launches.append("pages")
+        like = cache.k[:1].transpose(1, 2)[:, :, :1].expand(1, -1, tokens, -1)
+        return quantize_ref.empty_packed(like, like, FUSED_RECIPES[qk], spans.packed(tokens))
 
     for module, name, launch in (
-        (triton_kernels.paged_copies, "copy", lambda *_: paged_launches.append("copied")),
+        (triton_kernels.paged_copies, "place", lambda *_: paged_launches.append("placed")),
         (triton_kernels.paged_copies, "store_lse", lambda *_: paged_launches.append("LSE")),
         (triton_kernels.varlen, "table_of", lambda *_: None),
         (cuda_run, "quantize_any", lambda *_, into: paged_launches.append("quantized")),
-        (cuda_run, "quantize_packed", packed),
+        (cuda_run, "quantize_pages", quantized),
         (cuda_run, "forward", lambda *_, **results: paged_launches.append("hopper")),
     ):
         monkeypatch.setattr(module, name, launch)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
-    monkeypatch.setattr(paged_tensors_ops, "COPIED_ROWS", {True: 384, False: 384})
+    monkeypatch.setattr(paged_tensors_ops, "PACKED_ROWS", {True: 384, False: 384})
     query, cache, batch, _ = cache_call("bf16" if recipe else "e4m3", 200)
     cache = dataclasses.replace(cache, recipe=recipe)
     if counts is not None:
@@ -372,12 +374,12 @@ def test_prompts_of_caches_of_other_engines(
         starts = torch.tensor([0, counts[0], sum(counts)], dtype=torch.int32)
         batch = dataclasses.replace(batch, cu_seqlens=starts, max_count=max(counts))
     if passes > 1:
-        monkeypatch.setattr(paged_copies, "MOST_BYTES", (3 if recipe else 1) * 2 * 512 * 2 * 2 * 64 - 1)
+        monkeypatch.setattr(paged_copies, "MOST_BYTES", 2 * 512 * 2 * 2 * 64 - 1)
         monkeypatch.setattr(paged_copies, "QUERIES_OF_PASS", 1)
     plan = fp8attn.explain_paged(query, cache, batch, backend="cuda")
     compute = "int8 and e4m3" if recipe and recipe.qk == "int8" else "e4m3"
     assert not paged_launches and (plan.backend, plan.kernel, plan.compute) == ("cuda", "hopper", compute)
-    assert any("copies are quantized" in said for said in plan.because) == (recipe is not None)
+    assert any("rows are quantized by the cache's recipe" in said for said in plan.because) == (recipe is not None)
     assert (f"rows of at most {few} packed queries are the decode kernel's" in plan.because) == (few > 0)
     assert (f"in {passes} passes" in " ".join(plan.because)) == (passes > 1)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: H100)
@@ -385,7 +387,7 @@ def test_prompts_of_caches_of_other_engines(
     assert not_copied.kernel == "decode_tensors" and "it takes one for each two SMs" in not_copied.because[-1]
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
     fp8attn.paged_sdpa(query, cache, batch, backend="cuda")
-    of_pass = ["copied"] + ["packed"] * (recipe is not None) + ["hopper"] + ["LSE"] * (counts is None)
+    of_pass = ["placed"] + ["pages"] * (recipe is not None) + ["hopper"] + ["LSE"] * (counts is None)
     assert paged_launches == ["decode_tensors"] * (few > 0) + ["quantized"] * (recipe is None) + of_pass * passes
 
 
@@ -403,7 +405,7 @@ def test_why_triton_attends_to_a_cache(paged_launches: list[str], monkeypatch: p
     query, cache, batch, _ = cache_call("e4m3", 40)
     of_many = fp8attn.explain_paged(query, cache, batch)
     assert (of_many.backend, of_many.kernel) == ("cuda", "decode_tensors") and of_many.config is not None and of_many.config.rows == 128
-    assert any(said.startswith("not copied: rows of the batch have up to 40 queries") for said in of_many.because)
+    assert any(said.startswith("not as packed sequences: rows of the batch have up to 40 queries") for said in of_many.because)
     of_few = fp8attn.explain_paged(query[:, :, :1], cache, batch)
     assert of_few.config is not None and of_few.config.rows < 64
     query, cache, batch, _ = cache_call("e4m3", 1, dim=40)

@@ -57,6 +57,15 @@ struct MomentsStorage {
   uint4 nonfinite[BLOCKS];
 };
 
+// A tile's or moments' storage, and of a token chunk in pages where its tokens lie.
+template <class Storage, bool PAGED>
+struct Located : Storage {};
+
+template <class Storage>
+struct Located<Storage, true> : Storage {
+  int64_t offsets[TOKEN_CHUNK];  // in elements; -1: the token isn't there
+};
+
 // Of an instance without clusters, a tile. Of a CTA of a cluster: `tile` has key_mean and nonfinite from all CTAs, this
 // one included.
 template <QuantizeConfig C>
@@ -81,7 +90,7 @@ struct alignas(128) QuantizeStorage {
 
 template <QuantizeConfig C>
   requires(C.token_chunks == 1)
-struct QuantizeStorage<C> : TileStorage {};
+struct QuantizeStorage<C> : Located<TileStorage, C.paged> {};
 
 // `sampled` must not overlap `token_chunks`, into which other CTAs may already store.
 static_assert(LANES * CHANNELS / 2 * sizeof(float) == sizeof(Moments[WARPS]));
@@ -193,6 +202,37 @@ template <typename T>
 __device__ const T* slice_of(const void* x, const int64_t (&strides)[3], const ClusterCoord& coord) {
   return static_cast<const T*>(x) + coord.batch * strides[0] + coord.head * strides[1] + coord.begin * strides[2] + coord.slice * CHANNELS;
 }
+
+// In place of 16 bytes of a token that isn't there: NaN.
+__device__ const uint4 MISSING_CHUNK = {~0u, ~0u, ~0u, ~0u};
+
+// Tokens of K or V in pages, of one head: a token chunk, or a sample.
+template <typename T>
+struct PagedTokens {
+  const T* head;
+  const int64_t* offsets;
+
+  // Finds `count` tokens, `apart` from one another, from `begin` on, one of those of the sequence that are quantized.
+  // Page numbers are read from L2: the grids before may have written them. The offsets can be read behind the next
+  // barrier of the CTA.
+  __device__ PagedTokens(const QuantizeParams& p, const void* x, const int64_t (&strides)[3], const ClusterCoord& coord, int begin, int apart, int count, int64_t* offsets)
+      : head(static_cast<const T*>(x) + coord.head * strides[1]), offsets(offsets) {
+    const int sequence = (coord.pair - coord.head) / p.heads, first = __ldcg(p.firsts + sequence) + begin, end = __ldcg(p.ends + sequence);
+    const int* table = p.page_table + sequence * p.table_stride;
+#pragma unroll
+    for (int i = threadIdx.x; i < TOKEN_CHUNK; i += THREADS) {
+      const int token = first + i * apart, n = p.page_log >= 0 ? token >> p.page_log : unsigned(token) / p.page;
+      const int number = i < count && token < end ? __ldcg(table + n) : -1;
+      offsets[i] = unsigned(number) < unsigned(p.pages) ? number * strides[0] + (token - n * p.page) * strides[2] : -1;
+    }
+  }
+
+  // 8 channels of a token.
+  __device__ const void* chunk(int token, int channel) const {
+    const int64_t offset = offsets[token];
+    return offset < 0 ? static_cast<const void*>(&MISSING_CHUNK) : head + offset + channel;
+  }
+};
 
 // Swizzle: the position of a chunk in a token of V's run `run`. Then neither the 8 chunks of a token nor the same chunk
 // of 8 runs have bank conflicts. For K, every token counts as a run.

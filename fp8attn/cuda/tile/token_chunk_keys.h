@@ -162,6 +162,22 @@ struct Keys {
     }
   }
 
+  // The same of the token chunk's tokens in pages.
+  __device__ void load(TokenChunkTile& tile, const PagedTokens<T>& tokens) const {
+    const int row = warp * 16 + lane / CHUNKS;
+    uint4* const to = reinterpret_cast<uint4*>(tile[row]);
+    const uint32_t chunk = lane % CHUNKS ^ lane / CHUNKS;  // of the first row that the thread copies
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n) {
+      if (part.has(n)) {
+        const int first = part.block_of(n) * KEYS + row, channel = part.slice_of(n) * CHANNELS + lane % CHUNKS * 8;
+#pragma unroll
+        for (int i = 0; i < 16; i += copied_rows) ptx::cp_async_16(to + (n * KEYS + i) * CHUNKS + (chunk ^ i % CHUNKS), tokens.chunk(first + i, channel), first + i < part.count);
+      }
+      ptx::cp_async_commit();
+    }
+  }
+
   // Waits for the warp's rows of group n. Rows that don't exist become NaN.
   __device__ void wait_for(TokenChunkTile& tile, int n) const {
     wait_for_copies(n);

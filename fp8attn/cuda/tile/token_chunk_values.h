@@ -43,6 +43,19 @@ struct Mine {
     }
   }
 
+  // The same of tokens in pages, at the slice's first channel `channel`.
+  template <typename T>
+  __device__ void load(TokenChunkTile& tile, const PagedTokens<T>& tokens, int channel, int count) const {
+#pragma unroll 1
+    for (int n = 0; n < BLOCKS; ++n) {
+      if (n < blocks_of(count)) {
+#pragma unroll
+        for (int i = 0; i < OF_BLOCK; ++i) ptx::cp_async_16(&at(tile, n, i), tokens.chunk(token(n, i), channel + chunk * 8), token(n, i) < count);
+      }
+      ptx::cp_async_commit();
+    }
+  }
+
   // Non-finite elements of what the thread has loaded become NaN.
   template <typename T>
   __device__ void write_nan(TokenChunkTile& tile) const {
@@ -180,19 +193,41 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   join_moments<T>(shared.values.warps, shared.own.token_chunk, found, mine);
 }
 
-// What a thread measures of global memory: one chunk of tokens that lie `step` apart. LOADS of them are in flight.
-template <typename T, int LOADS>
-struct Measured {
+// What a thread measures of a slice: one chunk of tokens that lie some tokens apart.
+template <typename T>
+struct StridedChunks {
   const T* from;
   int64_t step;
+
+  // `first_token`: at the slice's first channel. first, lanes: the thread's first token, and how far the others are
+  // apart.
+  __device__ StridedChunks(const T* first_token, int64_t stride, int first, int lanes, const Mine& mine) : from(first_token + first * stride + mine.chunk * 8), step(lanes * stride) {}
+
+  __device__ uint4 operator()(int i) const { return *reinterpret_cast<const uint4*>(from + i * step); }
+};
+
+// The same of tokens in pages. `channel`: the slice's first one.
+template <typename T>
+struct PagedChunks {
+  const PagedTokens<T>& tokens;
+  int lane, channel;
+
+  __device__ PagedChunks(const PagedTokens<T>& tokens, int channel, int, int, const Mine& mine) : tokens(tokens), lane(mine.lane), channel(channel + mine.chunk * 8) {}
+
+  __device__ uint4 operator()(int i) const { return *static_cast<const uint4*>(tokens.chunk(i * LANES + lane, channel)); }
+};
+
+// What a thread measures of global memory. LOADS tokens are in flight.
+template <typename T, int LOADS, class Chunks = StridedChunks<T>>
+struct Measured {
+  Chunks at;
   int count;       // of STEPS tokens, the others don't exist
   bool of_values;  // whether anybody asks for extremes
 
-  // `first_token`: the first one, at the slice's first channel. One of `apart` tokens before the `end`-th counts.
-  __device__ Measured(const T* first_token, int64_t stride, int end, int apart, const Mine& mine, bool of_values) : of_values(of_values) {
-    const int first = mine.lane * apart, lanes = LANES * apart;
-    from = first_token + first * stride + mine.chunk * 8, step = lanes * stride, count = (end - first + lanes - 1) / lanes;
-  }
+  // tokens, of: the first arguments of Chunks. One of `apart` tokens before the `end`-th counts.
+  template <typename Tokens, typename Of>
+  __device__ Measured(const Tokens& tokens, Of of, int end, int apart, const Mine& mine, bool of_values)
+      : at(tokens, of, mine.lane * apart, LANES * apart, mine), count((end - mine.lane * apart + LANES * apart - 1) / (LANES * apart)), of_values(of_values) {}
 
   // Measures a slice. Non-finite tokens go to `nonfinite`.
   __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine) const {
@@ -219,8 +254,6 @@ struct Measured {
     }
     join_moments<T>(warps, token_chunk, found, mine);
   }
-
-  __device__ uint4 at(int i) const { return *reinterpret_cast<const uint4*>(from + i * step); }
 };
 
 // Mean (.x) and scale (.y) of a channel of V, from its sums over LANES or fewer lanes of token chunks and its extremes.

@@ -7,7 +7,7 @@ namespace fp8attn {
 
 template <class Instance, bool INT8, typename T>
 bool run_clusters(const QuantizeParams& p) {
-  if constexpr (Instance::config.packed) {
+  if constexpr (Instance::config.packed && !Instance::config.paged) {
     const int cluster = p.cluster_chunks * p.head_dim / CHANNELS;
     return cluster == 0 || cta::run(quantize_kv<Instance, INT8, T>, p, p.sequences * p.heads * cluster, THREADS, cluster, 100);
   }
@@ -28,7 +28,7 @@ bool run(const QuantizeParams& p, int ctas) {
     const int writers = ctas / slices * writers_of(slices), of_measure = ctas + (p.step == QuantizeStep::all) * of_heads;
     return (p.step == QuantizeStep::write || cta::run(measure_kv<Instance, T>, p, grid(of_measure), THREADS, 1, rounds(of_measure))) &&
            run_clusters<Instance, INT8, T>(p) &&
-           (p.step != QuantizeStep::all || cta::run(finish_kv<packed, T>, p, grid(of_heads), CHANNELS + 32, 1, rounds(of_heads))) &&
+           (p.step != QuantizeStep::all || cta::run(finish_kv<packed, Instance::config.paged, T>, p, grid(of_heads), CHANNELS + 32, 1, rounds(of_heads))) &&
            (p.step == QuantizeStep::measure || cta::run(write_kv<Instance, INT8, T>, p, grid(writers), THREADS, 1, rounds(writers)));
   } else {
     return cta::run(quantize_kv<Instance, INT8, T>, p, ctas, THREADS, slices * token_chunks, 100);
