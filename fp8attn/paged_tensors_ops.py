@@ -166,7 +166,7 @@ def _few_queries(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch) ->
     if batch.cu_seqlens is None or tokens == rows * most:
         return 0
     group = query.shape[1] // cache.kv_heads
-    single, several = (max(height // group, 1) for height in (decode_tensors.FEW_ROWS[not cache.is_fp8], decode.TILE_ROWS))
+    single, several = (max(height // group, 1) for height in (decode_tensors.FEW_ROWS[False], decode.TILE_ROWS))
     return several if single * (rows - 1) < tokens - most <= several * (rows - 1) else single
 
 

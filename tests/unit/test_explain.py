@@ -349,7 +349,6 @@ def test_prompts_of_caches_of_other_engines(
     recipe: Recipe | None, counts: tuple[int, ...] | None, few: int, passes: int, paged_launches: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """Rows of many queries are copied, beside rows of few ones, in as many passes as it takes."""
-    few *= 2 if recipe and few == 2 else 1
 
     def quantized(cache: Any, table: torch.Tensor, spans: Spans, tokens: int, qk: ProductType, device: Device) -> tuple[Quantized, Quantized]:
         paged_launches.append("pages")
