@@ -27,7 +27,7 @@ from ..quantization import encode
 from ..recipe import E4M3, PRECISE, Recipe
 from ..reference import Window
 from ..validate import HALVES, Backend, check_recipe, check_scale, unsupported_varlen_recipe
-from .flash_attn import flash_attn_with_kvcache
+from .flash_attn import MOST_STEP, flash_attn_with_kvcache
 from .short_packed import MIN_PACKED_KEYS, VarlenAttn
 
 NAME = "fp8attn_flash2"
@@ -35,9 +35,6 @@ NAME = "fp8attn_flash2"
 
 OLDEST = "5.17"
 """The first release of transformers whose engine was run with it."""
-
-MOST_STEP = 16
-"""Queries of a sequence in a step that decodes or verifies a draft."""
 
 PADDED_STEP = 64
 """Queries to a multiple of which the engine pads for CUDA graphs. The most queries of a sequence are not known then."""

@@ -29,6 +29,9 @@ Descale = torch.Tensor | float | None
 
 UNLIMITED: Window = (-1, -1)
 
+MOST_STEP = 16
+"""Queries of a row in a step that decodes or verifies a draft."""
+
 
 def flash_attn_func(
     q: torch.Tensor,
@@ -242,14 +245,29 @@ def flash_attn_with_kvcache(
             query, key = turned(query, key, causal or tuple(window_size) != UNLIMITED)
         new, cache_seqlens = (key, v.transpose(1, 2)), cache_seqlens + k.shape[1]
     batch = PagedBatch(table, cache_seqlens, batch_invariant=num_splits == 1)
-    if new is not None and new[0].shape[2] != q.shape[1]:
+    is_packed = _is_packed(q) and rotary_cos is None and not batch.batch_invariant
+    if new is not None and (is_packed or new[0].shape[2] != q.shape[1]):
         write_to_pages(*new, cache, batch, backend=backend)
         new = None
+    if is_packed:
+        starts = torch.arange(0, rows * q.shape[1] + 1, q.shape[1], dtype=torch.int32, device=device)
+        query, batch = q.flatten(0, 1), replace(batch, cu_seqlens=starts, max_count=q.shape[1])
     result = paged_sdpa(
         query, cache, batch, new, window=_counted(window_size, causal), softcap=softcap, sinks=sinks,
         scale=softmax_scale, return_lse=return_softmax_lse, backend=backend,
     )  # fmt: skip
-    return (result[0].transpose(1, 2), result[1]) if isinstance(result, tuple) else result.transpose(1, 2)
+    out, lse = result if isinstance(result, tuple) else (result, None)
+    if is_packed:
+        out, lse = out.unflatten(0, (rows, -1)), None if lse is None else lse.unflatten(1, (rows, -1)).transpose(0, 1).contiguous()
+    else:
+        out = out.transpose(1, 2)
+    return out if lse is None else (out, lse)
+
+
+def _is_packed(q: torch.Tensor) -> bool:
+    """Whether queries (B, Sq, Hq, D) are attended to as packed ones, in their order. Few are not: they would wait for
+    the tensor that says where rows begin."""
+    return q.dim() == 4 and q.shape[0] > 1 and q.shape[1] > MOST_STEP and q.stride(0) == q.shape[1] * q.stride(1)
 
 
 class _Turned(NamedTuple):

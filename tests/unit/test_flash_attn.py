@@ -122,18 +122,20 @@ def cached(paged: bool) -> tuple[dict[str, Any], torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(
     "options", ({}, {"causal": True}, {"causal": True, "window_size": (6, 3), "softcap": 3.0}, {"window_size": (4, 2), "softmax_scale": 0.3})
 )
-@pytest.mark.parametrize("new", (0, 2, 4))
-def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options: dict[str, Any], new: int) -> None:
-    """Against exact attention: with pages and without, with and without new tokens, which are written."""
+@pytest.mark.parametrize("new, queries", ((0, 4), (2, 4), (4, 4), (0, 20), (4, 20), (20, 20)))
+def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options: dict[str, Any], new: int, queries: int) -> None:
+    """Against exact attention: with pages and without, with and without new tokens, which are written. Many queries are packed."""
     arguments, k, v = cached(paged)
-    before = torch.tensor(LENGTHS_OF_CACHE, dtype=torch.int32)
-    q = torch.randn(2, 4, 4, 32, generator=torch.Generator().manual_seed(1)).half()
+    lengths = LENGTHS_OF_CACHE if queries == 4 else (28, 21) if new < 20 else (12, 3)
+    before = torch.tensor(lengths, dtype=torch.int32)
+    q = torch.randn(2, queries, 4, 32, generator=torch.Generator().manual_seed(1)).half()
     tokens: dict[str, Any] = {}
     if new:
-        tokens = {"k": torch.stack([k[row, n : n + new] * 2 for row, n in enumerate(LENGTHS_OF_CACHE)]).half(), "v": torch.ones(2, new, 2, 32).half()}
+        tokens = {"k": torch.stack([k[row, n : n + new] * 2 for row, n in enumerate(lengths)]).half(), "v": torch.ones(2, new, 2, 32).half()}
     out, lse = flash_attn_with_kvcache(q, **arguments, **tokens, cache_seqlens=before, return_softmax_lse=True, **options)
+    assert lse.is_contiguous() and (out.is_contiguous() or queries == 4)
     left, right = options.get("window_size", (-1, -1))
-    for row, length in enumerate(LENGTHS_OF_CACHE):
+    for row, length in enumerate(lengths):
         key, value = k[row].clone(), v[row].clone()
         if new:
             key[length : length + new], value[length : length + new] = tokens["k"][row].float(), 1.0
@@ -148,13 +150,13 @@ def test_a_cache_is_read_and_written_as_by_flash_attention(paged: bool, options:
 
 @pytest.mark.parametrize("interleaved", (False, True))
 @pytest.mark.parametrize("options", ({}, {"causal": True}, {"window_size": (6, 3)}))
-@pytest.mark.parametrize("queries, new", ((1, 1), (3, 3), (2, 4), (4, 1)))
+@pytest.mark.parametrize("queries, new", ((1, 1), (3, 3), (2, 4), (4, 1), (18, 3)))
 def test_rotary_embeddings_are_applied_first(queries: int, new: int, options: dict[str, Any], interleaved: bool) -> None:
     """To new keys from cache_seqlens on, and to queries likewise; without a mask, all queries have the first position."""
     r = torch.Generator().manual_seed(queries)
     before = torch.tensor(LENGTHS_OF_CACHE, dtype=torch.int32)
     q, key, value = (torch.randn(2, n, heads, 32, generator=r).half() for n, heads in ((queries, 4), (new, 2), (new, 2)))
-    angles = torch.arange(40)[:, None] / 10.0 ** torch.arange(8)
+    angles = torch.arange(48)[:, None] / 10.0 ** torch.arange(8)
     cos, sin = angles.cos().half(), angles.sin().half()
     found, caches = [], []
     for by_hand in (False, True):
