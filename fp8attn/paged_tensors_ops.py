@@ -146,7 +146,9 @@ def _attend_to_packed(
     if query.dim() == 4:
         packed_lse = lse.new_empty(1, *packed_out.shape[1:3])
     for number in range(room.passes):
-        triton_kernels.paged_copies.place(query, cache, batch, room, (placed[1], copies), results, number)
+        triton_kernels.paged_copies.place(query, cache, batch, room, placed[1], results, number)
+        if copies is not None:
+            triton_kernels.paged_copies.copy(cache, batch, room, placed[1], copies)
         if problem is not None:
             call = problem.call_of(*cuda_run.quantize_pages(cache, batch.page_table, placed[1], room.tokens, problem.qk, device))
         table = triton_kernels.varlen.table_of(call, configs.ROWS, device, plan.config.consumers)

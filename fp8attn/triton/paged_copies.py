@@ -1,10 +1,7 @@
-"""Places of rows of caches of other engines, and copies of e4m3 ones, as fp8attn/paged_copies.py defines them, in one
-launch; and the LSE of queries that attended to them."""
+"""Places of rows of caches of other engines, and copies of e4m3 ones, as fp8attn/paged_copies.py defines them; and the
+LSE of queries that attended to them."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -19,10 +16,13 @@ from .paged_append import page_number
 from .paged_tensors import Traits, bytes_of, load_slots, place_of, scale_arguments
 from .quantize_steps import power_of_2
 from .tile import E4M3_NAN, SCALE_BLOCK, is_finite, key_of_slot
-from .varlen import SEARCH, begins_of, spans_of
+from .varlen import SEARCH, begins_of, first_unit, spans_of, unit_at
 
 PROGRAMS = 16
-"""Programs that copy, for each multiprocessor: those of long rows have several blocks."""
+"""Programs that copy, for each multiprocessor: they have several blocks where there are more."""
+
+CLEARING = 4
+"""Programs that place rows and clear queries, for each multiprocessor."""
 
 CLEARED: tl.constexpr = tl.constexpr(16)  # queries that are cleared at a time
 WORDS: tl.constexpr = tl.constexpr(PAGE // 4)  # of a channel of a block
@@ -118,9 +118,6 @@ def store_keys(to, token, count, key, C: tl.constexpr):
         "q_heads",
         "kv_heads",
         "length",
-        "table_width",
-        "every_page",
-        "page",
         "left",
         "right",
         "few",
@@ -134,25 +131,18 @@ def store_keys(to, token, count, key, C: tl.constexpr):
     ]
 )
 def place_kernel(
-    k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, lengths, counts, cu_seqlens,
-    q_starts, queries, k_starts, keys, firsts, ends, copied_k, copied_k_scale, copied_v, copied_v_scale, out, lse, rows_of_batch, q_heads, kv_heads,
-    length, table_stride, table_width, every_page, page, left, right, few, most, longest, beyond, room, of_pass, number, chunks, C: tl.constexpr,
+    lengths, counts, cu_seqlens, q_starts, queries, k_starts, keys, firsts, ends, out, lse, rows_of_batch, q_heads, kv_heads, length,
+    left, right, few, most, longest, beyond, room, of_pass, number, chunks, DIM: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Grid: chunks x kv_heads x rows of the batch, in one dimension. Of an e4m3 cache, a program copies every chunks-th
-    block of a row.
+    """Grid: chunks x kv_heads x rows of the batch, in one dimension.
 
     Queries that are no tokens get zeros and -inf, and NaN those behind the tokens that a row has room for.
 
     Args:
-        k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes. Of other caches these, their scales
-            and copies are None.
-        k_scale, v_scale: strides over rows of the batch, pages, slots and heads.
         q_starts, queries, k_starts, keys, firsts, ends: of paged_copies.Spans.
-        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, values as words of four codes.
-        out, lse: (B, Hq, S, Dv) and (B, Hq, S); or packed, (T, Hq, Dv) and (Hq, T).
+        out, lse: (B, Hq, S, Dv) and (B, Hq, S); or packed, (T, Hq, Dv) and (Hq, T). DIM: Dv. WIDTH: a power of two.
         few, most, longest, beyond, room, of_pass: of paged_copies.Room, `room` its tokens. number: of the pass.
     """
-    VALUE_WIDTH: tl.constexpr = C.value_width
     program = tl.program_id(0)
     chunk = program % chunks
     head = (program // chunks % kv_heads).to(tl.int64)
@@ -161,18 +151,16 @@ def place_kernel(
     limits = few, most, longest, beyond, left
     count = real_tokens(row, counts, given, end, row < rows_of_batch)
     seeing, first, keys_of_row = copied_tokens(given, count, end, limits)
-    there = tl.where((right < 0) & (end > longest), 0, tl.minimum(tl.maximum(end, 0), longest))
     of_row = wanted_before(row, cu_seqlens, lengths, counts, length, limits) - number.to(tl.int64) * of_pass
     of_this = (given > few) & (of_row >= 0) & (of_row < of_pass)
-    copied = of_this & (keys_of_row > 0)
-    before = tl.minimum(tl.maximum(of_row, 0), room)
     if (head == 0) & (chunk == 0):
+        placed = of_this & (keys_of_row > 0)
         tl.store(q_starts + row, (row * q_heads * length).to(tl.int32))
-        tl.store(queries + row, tl.where(copied, seeing, 0))
-        tl.store(k_starts + row, before.to(tl.int32))
-        tl.store(keys + row, tl.where(copied, keys_of_row, 0))
+        tl.store(queries + row, tl.where(placed, seeing, 0))
+        tl.store(k_starts + row, tl.minimum(tl.maximum(of_row, 0), room).to(tl.int32))
+        tl.store(keys + row, tl.where(placed, keys_of_row, 0))
         tl.store(firsts + row, first)
-        tl.store(ends + row, there)
+        tl.store(ends + row, tl.where((right < 0) & (end > longest), 0, tl.minimum(tl.maximum(end, 0), longest)))
         if row == rows_of_batch - 1:
             tl.store(q_starts + rows_of_batch, rows_of_batch * q_heads * length)
             tl.store(k_starts + rows_of_batch, tl.minimum(tl.maximum(of_row + round_up(keys_of_row), 0), room).to(tl.int32))
@@ -181,7 +169,7 @@ def place_kernel(
         tail = begins_of(cu_seqlens, rows_of_batch, length, rows_of_batch >= 0) + (row * chunks + chunk) * CLEARED
         for own in range(0, group):
             q_head = head * group + own
-            clear_queries(out, lse, q_head, q_heads, q_head * length, tail, 0, length, rows_of_batch * chunks * CLEARED, C.value_dim, VALUE_WIDTH)
+            clear_queries(out, lse, q_head, q_heads, q_head * length, tail, 0, length, rows_of_batch * chunks * CLEARED, DIM, WIDTH)
     if of_this:
         for own in range(0, group):
             q_head = head * group + own
@@ -189,84 +177,97 @@ def place_kernel(
                 first_row, step, lse_at = (row * q_heads + q_head) * length, 1, (row * q_heads + q_head) * length
             else:
                 first_row, step, lse_at = begin.to(tl.int64) * q_heads + q_head, q_heads, q_head * length + begin
-            clear_queries(out, lse, first_row, step, lse_at, seeing + chunk * CLEARED, count, given, chunks * CLEARED, C.value_dim, VALUE_WIDTH)
-    if C.codes:  # noqa: SIM102  # known at compile time
-        if copied:
-            used = first + keys_of_row
-            k += head * k_strides[2]
-            v += head * v_strides[2]
-            table = page_table + row * table_stride
-            copied_k += (head * room + before) * C.dim
+            clear_queries(out, lse, first_row, step, lse_at, seeing + chunk * CLEARED, count, given, chunks * CLEARED, DIM, WIDTH)
+
+
+@triton.jit(do_not_specialize=["rows_of_batch", "kv_heads", "table_width", "every_page", "page", "room", "programs"])
+def copy_kernel(
+    k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, k_starts, keys, firsts, ends,
+    copied_k, copied_k_scale, copied_v, copied_v_scale, rows_of_batch, kv_heads, table_stride, table_width, every_page, page, room, programs,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Grid: kv_heads x programs, in one dimension. A program copies the blocks of every programs-th place.
+
+    Args:
+        k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes.
+        k_scale, v_scale: strides over rows of the batch, pages, slots and heads.
+        k_starts, keys, firsts, ends: of paged_copies.Spans.
+        copied_k, copied_k_scale, copied_v, copied_v_scale: of paged_copies.Copies, values as words of four codes.
+        room: tokens of paged_copies.Room.
+    """
+    VALUE_WIDTH: tl.constexpr = C.value_width
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
+    tokens = tl.load(k_starts + rows_of_batch)
+    places = tl.where(tokens > 0, first_unit(tokens, rows_of_batch, SCALE_BLOCK), 0)
+    channels, words = tl.arange(0, VALUE_WIDTH), tl.arange(0, WORDS)
+    pages = room // SCALE_BLOCK + rows_of_batch
+    k += head * k_strides[2]
+    v += head * v_strides[2]
+    copied_k += head * room * C.dim
+    copied_v += head * C.value_dim * pages * WORDS
+    for place in range(tl.program_id(0) // kv_heads, places, programs):
+        row, block, begin, count = unit_at(place, k_starts, keys, rows_of_batch, room, SCALE_BLOCK)
+        if block * SCALE_BLOCK < count:
             own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
             own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
             finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
-            channels = tl.arange(0, VALUE_WIDTH)
-            if chunk == 0:
+            tl.store(copied_k_scale + head * pages + place, tl.where(finite, own_k_scale, 1.0))
+            if block == 0:
                 at = copied_v_scale + (row * kv_heads + head) * C.value_dim + channels
                 tl.store(at, tl.where(finite, own_v_scale, 0.0) + tl.zeros([VALUE_WIDTH], tl.float32), mask=channels < C.value_dim)
-            pages = room // SCALE_BLOCK + rows_of_batch
-            first_page = before // SCALE_BLOCK + row  # layout.first_unit
-            copied_v += (head * C.value_dim * pages + first_page) * WORDS
-            copied_k_scale += head * pages + first_page
-            words = tl.arange(0, WORDS)
-            for block in range(chunk, tl.cdiv(keys_of_row, SCALE_BLOCK), chunks):
-                # a word has four slots
-                slot = block * SCALE_BLOCK + 4 * words
-                t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
-                k0, v0 = load_tokens(first + t0, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
-                k1, v1 = load_tokens(first + t1, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
-                k2, v2 = load_tokens(first + t2, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
-                k3, v3 = load_tokens(first + t3, used, there, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
-                store_keys(copied_k, t0, keys_of_row, k0, C)
-                store_keys(copied_k, t1, keys_of_row, k1, C)
-                store_keys(copied_k, t2, keys_of_row, k2, C)
-                store_keys(copied_k, t3, keys_of_row, k3, C)
-                at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + block * WORDS + words[None, :]
-                tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
-                tl.store(copied_k_scale + block, tl.where(finite, own_k_scale, 1.0))
-
-
-@dataclass(frozen=True)
-class Halves:
-    """What the kernel knows at compile time of a cache in half precision, as of paged_tensors.Traits."""
-
-    value_dim: int
-    value_width: int
-    codes: bool = False
+            first, end, table = tl.load(firsts + row), tl.load(ends + row), page_table + row * table_stride
+            used, to = first + count, copied_k + begin.to(tl.int64) * C.dim
+            # a word has four slots
+            slot = block * SCALE_BLOCK + 4 * words
+            t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
+            k0, v0 = load_tokens(first + t0, used, end, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+            k1, v1 = load_tokens(first + t1, used, end, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+            k2, v2 = load_tokens(first + t2, used, end, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+            k3, v3 = load_tokens(first + t3, used, end, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
+            store_keys(to, t0, count, k0, C)
+            store_keys(to, t1, count, k1, C)
+            store_keys(to, t2, count, k2, C)
+            store_keys(to, t3, count, k3, C)
+            at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + place * WORDS + words[None, :]
+            tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
 
 
 def place(
-    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, to: tuple[Spans, Copies | None],
-    results: tuple[torch.Tensor, torch.Tensor], number: int, *, warmup: bool = False,
+    q: torch.Tensor, cache: PagedTensors, batch: PagedBatch, room: Room, spans: Spans, results: tuple[torch.Tensor, torch.Tensor], number: int = 0,
+    *, warmup: bool = False,
 ) -> None:  # fmt: skip
-    """paged_copies.place by a kernel, and of an e4m3 cache paged_copies.copy.
+    """paged_copies.place by a kernel, into `spans`.
 
     Args:
         q: (B, Hq, S, D), or packed (T, Hq, D).
-        to: where to write: of `Spans.empty`, and of `Copies.empty` or None.
+        cache: only sizes are read.
         results: output and LSE, (B, Hq, S, Dv) and (B, Hq, S), or (T, Hq, Dv) and (Hq, T), contiguous. Queries of
             placed rows that are no tokens are cleared, and packed ones of no row.
         number: of the pass.
         warmup: compile only.
     """
-    (spans, copies), rows, table = to, batch.lengths.shape[0], batch.page_table
-    kv_heads, device, widths = cache.kv_heads, device_of(q.device), [power_of_2(x.shape[3]) for x in (cache.k, cache.v)]
-    tensors: list[Any] = [None] * 8
-    copied: list[torch.Tensor | None] = [None] * 4
-    traits: Traits | Halves = Halves(cache.v.shape[3], widths[1])
-    chunks, num_warps = 1, 1
-    if copies is not None:
-        chunks = max(min(room.of_row // PAGE, ceil_div(PROGRAMS * device.sm_count, rows * kv_heads)), 1)
-        k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
-        tensors = [k, k.stride(), v, v.stride(), *scale_arguments(cache)]
-        copied = [copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale]
-        traits, num_warps = Traits.of(cache, device), max(max(widths) // 16, 1)
+    rows, kv_heads, dim, device = batch.lengths.shape[0], cache.kv_heads, cache.v.shape[3], device_of(q.device)
+    chunks = max(min(ceil_div(room.most, CLEARED.value), ceil_div(CLEARING * device.sm_count, rows * kv_heads)), 1)
     launch(
         place_kernel, (chunks * kv_heads * rows,),
-        *tensors, table, batch.lengths, batch.counts, batch.cu_seqlens,
-        spans.q, spans.queries, spans.k, spans.keys, spans.firsts, spans.ends, *copied, *results,
-        rows, q.shape[1], kv_heads, tokens_of(q), table.stride(0), table.shape[1], cache.k.shape[0], cache.page, *counted_window(room.window),
-        room.few, room.most, room.longest, room.beyond, room.tokens, room.of_pass, number, chunks, traits, num_warps=num_warps, warmup=warmup,
+        batch.lengths, batch.counts, batch.cu_seqlens, spans.q, spans.queries, spans.k, spans.keys, spans.firsts, spans.ends, *results,
+        rows, q.shape[1], kv_heads, tokens_of(q), *counted_window(room.window), room.few, room.most, room.longest, room.beyond, room.tokens,
+        room.of_pass, number, chunks, dim, power_of_2(dim), num_warps=1, warmup=warmup,
+    )  # fmt: skip
+
+
+def copy(cache: PagedTensors, batch: PagedBatch, room: Room, spans: Spans, copies: Copies, *, warmup: bool = False) -> None:
+    """paged_copies.copy by a kernel, into `copies`, of an e4m3 cache. warmup: compile only."""
+    rows, kv_heads, device, table = batch.lengths.shape[0], cache.kv_heads, device_of(cache.k.device), batch.page_table
+    places = room.tokens // SCALE_BLOCK.value + rows
+    programs = max(min(places, ceil_div(PROGRAMS * device.sm_count, kv_heads)), 1)
+    k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
+    launch(
+        copy_kernel, (kv_heads * programs,),
+        k, k.stride(), v, v.stride(), *scale_arguments(cache), table, spans.k, spans.keys, spans.firsts, spans.ends,
+        copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale,
+        rows, kv_heads, table.stride(0), table.shape[1], cache.k.shape[0], cache.page, room.tokens, programs, Traits.of(cache, device),
+        num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) // 16, 1), warmup=warmup,
     )  # fmt: skip
 
 

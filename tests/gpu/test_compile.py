@@ -440,8 +440,8 @@ def paged(arch: int, part: int) -> list[dict]:
                 results = queries.new_empty(queries.shape), queries.new_empty(queries.shape[:2], dtype=torch.float32)
                 room = Room.of(queries, copied, of_queries, (-1, 0), 1)
                 spans, copies = Spans.empty(2, queries.device), Copies.empty(copied, 2, room, queries.device)
-                for to in ((spans, copies), (spans, None)):
-                    paged_copies.place(queries, copied, of_queries, room, to, results, 0, warmup=True)
+                paged_copies.place(queries, copied, of_queries, room, spans, results, warmup=True)
+                paged_copies.copy(copied, of_queries, room, spans, copies, warmup=True)
             paged_copies.store_lse(torch.zeros(1, 8, 9), counted.lengths, torch.zeros(2, 8, length), warmup=True)
             rotary.turn(q[0].transpose(0, 1), None, of_packed, angles, warmup=True)
     return compiled
@@ -455,6 +455,7 @@ MOST_STACK = {
     "attention_kernel": 200,
     "combine_kernel": 0,
     "place_kernel": 0,
+    "copy_kernel": 0,
     "lse_kernel": 0,
     "tensors_attention_kernel": 144,
     "write_tokens_kernel": 0,

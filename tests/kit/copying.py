@@ -91,10 +91,11 @@ def check_copies(call: Call, room: Room, number: int = 0) -> None:
     if copies is not None:
         for x in (copies.k, copies.k_scale, copies.v, copies.v_scale):
             x.view(torch.uint8).zero_()
-    kernels.place(q, cache, batch, room, (spans, copies), results, number)
+    kernels.place(q, cache, batch, room, spans, results, number)
     for name in ("q", "queries", "k", "keys", "firsts", "ends"):
         assert torch.equal(getattr(spans, name), getattr(placed, name)), name
     if copies is not None:
+        kernels.copy(cache, batch, room, placed, copies)
         wanted_copies = paged_copies.copy(cache, batch, room, placed)
         for name in ("k", "k_scale", "v", "v_scale"):
             assert torch.equal(getattr(copies, name).view(torch.uint8), getattr(wanted_copies, name).view(torch.uint8)), name

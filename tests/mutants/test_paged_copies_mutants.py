@@ -24,7 +24,7 @@ HALF = replace(CASE, dtype=torch.float16, qk="e4m3")
 
 original_load, original_store, original_clear = kernels.load_tokens, kernels.store_keys, kernels.clear_queries
 original_before, original_copied, original_finite = kernels.wanted_before, kernels.copied_tokens, kernels.is_finite
-original_page = kernels.page_number
+original_page, original_unit = kernels.page_number, kernels.unit_at
 
 
 @triton.jit
@@ -80,6 +80,12 @@ def a_block_too_few(given, count, end, limits):
 
 
 @triton.jit
+def blocks_of_the_first_row(place, cu_seqlens, seqused, sequences, tokens, size):
+    row, block, begin, length = original_unit(place, cu_seqlens, seqused, sequences, tokens, size)
+    return row * 0, block, begin, length
+
+
+@triton.jit
 def parts_of_blocks(n):
     return n
 
@@ -101,6 +107,7 @@ MUTANTS = {
     "zeros in place of NaN": ("clear_queries", zeros_in_place_of_nan),
     "rows of few queries": ("wanted_before", rows_of_few_count),
     "rows that are too long": ("wanted_before", long_rows_count_whole),
+    "blocks of the first row": ("unit_at", blocks_of_the_first_row),
     "parts of blocks": ("round_up", parts_of_blocks),
     "scales that aren't finite": ("is_finite", any_scale),
 }

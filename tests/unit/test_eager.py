@@ -1215,16 +1215,20 @@ def test_calls_whose_rows_are_copied_are_kept(
 ) -> None:  # fmt: skip
     """All launches of all passes, with one workspace."""
 
-    def place(q, cache, batch, room, to, results, number) -> None:
+    def place(q, cache, batch, room, spans, results, number) -> None:
         if recording.current() is not None:
-            spans, copies = to
-            function(q, cache.k, batch.page_table, spans.keys, *(() if copies is None else (copies.k, copies.v)), *results)
+            function(q, batch.lengths, spans.keys, *results)
+
+    def copy(cache, batch, room, spans, copies) -> None:
+        if recording.current() is not None:
+            function(cache.k, batch.page_table, spans.keys, copies.k, copies.v)
 
     def store_lse(packed, queries, lse) -> None:
         if recording.current() is not None:
             function(packed, queries, lse)
 
     monkeypatch.setattr(triton_kernels.paged_copies, "place", place)
+    monkeypatch.setattr(triton_kernels.paged_copies, "copy", copy)
     monkeypatch.setattr(triton_kernels.paged_copies, "store_lse", store_lse)
     monkeypatch.setattr(triton_kernels.varlen, "table_of", table_by_a_function)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=4))

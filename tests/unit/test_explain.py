@@ -357,6 +357,7 @@ def test_prompts_of_caches_of_other_engines(
 
     for module, name, launch in (
         (triton_kernels.paged_copies, "place", lambda *_: paged_launches.append("placed")),
+        (triton_kernels.paged_copies, "copy", lambda *_: paged_launches.append("copied")),
         (triton_kernels.paged_copies, "store_lse", lambda *_: paged_launches.append("LSE")),
         (triton_kernels.varlen, "table_of", lambda *_: None),
         (cuda_run, "quantize_any", lambda *_, into: paged_launches.append("quantized")),
@@ -386,7 +387,7 @@ def test_prompts_of_caches_of_other_engines(
     assert not_copied.kernel == "decode_tensors" and "it takes one for each two SMs" in not_copied.because[-1]
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: dataclasses.replace(H100, sm_count=12))
     fp8attn.paged_sdpa(query, cache, batch, backend="cuda")
-    of_pass = ["placed"] + ["pages"] * (recipe is not None) + ["hopper"] + ["LSE"] * (counts is None)
+    of_pass = ["placed"] + ["copied" if recipe is None else "pages"] + ["hopper"] + ["LSE"] * (counts is None)
     assert paged_launches == ["decode_tensors"] * (few > 0) + ["quantized"] * (recipe is None) + of_pass * passes
 
 
