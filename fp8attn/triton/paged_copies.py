@@ -18,14 +18,14 @@ from .quantize_steps import power_of_2
 from .tile import E4M3_NAN, SCALE_BLOCK, is_finite, key_of_slot
 from .varlen import SEARCH, begins_of, first_unit, spans_of, unit_at
 
-PROGRAMS = 16
+PROGRAMS = 64
 """Programs that copy, for each multiprocessor: they have several blocks where there are more."""
 
 CLEARING = 4
 """Programs that place rows and clear queries, for each multiprocessor."""
 
 CLEARED: tl.constexpr = tl.constexpr(16)  # queries that are cleared at a time
-WORDS: tl.constexpr = tl.constexpr(PAGE // 4)  # of a channel of a block
+PIECE: tl.constexpr = tl.constexpr(32)  # tokens of a block that are copied at a time
 
 
 @triton.jit
@@ -186,7 +186,7 @@ def copy_kernel(
     copied_k, copied_k_scale, copied_v, copied_v_scale, rows_of_batch, kv_heads, table_stride, table_width, every_page, page, room, programs,
     C: tl.constexpr,
 ):  # fmt: skip
-    """Grid: kv_heads x programs, in one dimension. A program copies the blocks of every programs-th place.
+    """Grid: kv_heads x programs, in one dimension. A program copies every programs-th piece of all places' blocks.
 
     Args:
         k, v: (P, page, Hkv, D or Dv), strides of this order; bytes of e4m3 codes.
@@ -196,29 +196,34 @@ def copy_kernel(
         room: tokens of paged_copies.Room.
     """
     VALUE_WIDTH: tl.constexpr = C.value_width
+    PIECES: tl.constexpr = SCALE_BLOCK // PIECE
+    WORDS: tl.constexpr = SCALE_BLOCK // 4
     head = (tl.program_id(0) % kv_heads).to(tl.int64)
     tokens = tl.load(k_starts + rows_of_batch)
-    places = tl.where(tokens > 0, first_unit(tokens, rows_of_batch, SCALE_BLOCK), 0)
-    channels, words = tl.arange(0, VALUE_WIDTH), tl.arange(0, WORDS)
+    pieces = tl.where(tokens > 0, first_unit(tokens, rows_of_batch, SCALE_BLOCK) * PIECES, 0)
+    channels, words = tl.arange(0, VALUE_WIDTH), tl.arange(0, PIECE // 4)
     pages = room // SCALE_BLOCK + rows_of_batch
     k += head * k_strides[2]
     v += head * v_strides[2]
     copied_k += head * room * C.dim
     copied_v += head * C.value_dim * pages * WORDS
-    for place in range(tl.program_id(0) // kv_heads, places, programs):
+    for piece in range(tl.program_id(0) // kv_heads, pieces, programs):
+        place = piece // PIECES
+        part = piece - place * PIECES
         row, block, begin, count = unit_at(place, k_starts, keys, rows_of_batch, room, SCALE_BLOCK)
         if block * SCALE_BLOCK < count:
             own_k_scale = tl.load(k_scale + row * k_scale_strides[0] + head * k_scale_strides[3])
             own_v_scale = tl.load(v_scale + row * v_scale_strides[0] + head * v_scale_strides[3])
             finite = (is_finite(own_k_scale) != 0) & (is_finite(own_v_scale) != 0)
-            tl.store(copied_k_scale + head * pages + place, tl.where(finite, own_k_scale, 1.0))
-            if block == 0:
+            if part == 0:
+                tl.store(copied_k_scale + head * pages + place, tl.where(finite, own_k_scale, 1.0))
+            if (part == 0) & (block == 0):
                 at = copied_v_scale + (row * kv_heads + head) * C.value_dim + channels
                 tl.store(at, tl.where(finite, own_v_scale, 0.0) + tl.zeros([VALUE_WIDTH], tl.float32), mask=channels < C.value_dim)
             first, end, table = tl.load(firsts + row), tl.load(ends + row), page_table + row * table_stride
             used, to = first + count, copied_k + begin.to(tl.int64) * C.dim
             # a word has four slots
-            slot = block * SCALE_BLOCK + 4 * words
+            slot = block * SCALE_BLOCK + part * PIECE + 4 * words
             t0, t1, t2, t3 = key_of_slot(slot), key_of_slot(slot + 1), key_of_slot(slot + 2), key_of_slot(slot + 3)
             k0, v0 = load_tokens(first + t0, used, end, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
             k1, v1 = load_tokens(first + t1, used, end, table, table_width, k, k_strides, v, v_strides, every_page, page, finite, C)
@@ -228,7 +233,7 @@ def copy_kernel(
             store_keys(to, t1, count, k1, C)
             store_keys(to, t2, count, k2, C)
             store_keys(to, t3, count, k3, C)
-            at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + place * WORDS + words[None, :]
+            at = copied_v + channels.to(tl.int64)[:, None] * (pages * WORDS) + place * WORDS + part * (PIECE // 4) + words[None, :]
             tl.store(at, tl.trans(v0 | v1 << 8 | v2 << 16 | v3 << 24), mask=(channels < C.value_dim)[:, None])
 
 
@@ -259,15 +264,15 @@ def place(
 def copy(cache: PagedTensors, batch: PagedBatch, room: Room, spans: Spans, copies: Copies, *, warmup: bool = False) -> None:
     """paged_copies.copy by a kernel, into `copies`, of an e4m3 cache. warmup: compile only."""
     rows, kv_heads, device, table = batch.lengths.shape[0], cache.kv_heads, device_of(cache.k.device), batch.page_table
-    places = room.tokens // SCALE_BLOCK.value + rows
-    programs = max(min(places, ceil_div(PROGRAMS * device.sm_count, kv_heads)), 1)
+    pieces = (room.tokens // PAGE + rows) * (PAGE // PIECE.value)
+    programs = max(min(pieces, ceil_div(PROGRAMS * device.sm_count, kv_heads)), 1)
     k, v, copied_k = (bytes_of(x) for x in (cache.k, cache.v, copies.k))
     launch(
         copy_kernel, (kv_heads * programs,),
         k, k.stride(), v, v.stride(), *scale_arguments(cache), table, spans.k, spans.keys, spans.firsts, spans.ends,
         copied_k, copies.k_scale, copies.v.view(torch.int32), copies.v_scale,
         rows, kv_heads, table.stride(0), table.shape[1], cache.k.shape[0], cache.page, room.tokens, programs, Traits.of(cache, device),
-        num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) // 16, 1), warmup=warmup,
+        num_warps=max(power_of_2(max(cache.k.shape[3], cache.v.shape[3])) * PIECE.value // 2048, 1), warmup=warmup,
     )  # fmt: skip
 
 
