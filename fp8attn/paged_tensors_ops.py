@@ -3,7 +3,8 @@ have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
@@ -134,23 +135,24 @@ def _attend_to_packed(
     placed = batch, Spans.empty(rows, on), room
     if room.few:
         cuda_run.attend_to_tensors(query, cache, batch, how, device, out_dtype, room.few, results)
-    copies, problem = None, None
+    fill: Callable[[], None]  # brings what was placed to where the kernel attends to it
     if cache.recipe is None:
         copies, codes = Copies.empty(cache, rows, room, on), _empty_codes(query, on)
         cuda_run.quantize_any(_as_batch(query), None, None, QUERIES, device, into=codes)
         call = _call_of(query, placed, copies, codes, how, out_dtype)
+        fill = functools.partial(triton_kernels.paged_copies.copy, cache, batch, room, placed[1], copies)
     else:
         several = query.dim() == 4 and query.shape[0] > 1
         problem = _problem_of(query.contiguous() if several else query, placed, cache, how, out_dtype)
+        quantized = cuda_run.empty_pages(cache, placed[1].packed(room.tokens), problem.qk)
+        call = problem.call_of(*quantized)
+        fill = functools.partial(cuda_run.quantize_pages, cache, batch.page_table, placed[1], quantized, device)
     packed_out, packed_lse = _as_packed(out), lse.unsqueeze(0)
     if query.dim() == 4:
         packed_lse = lse.new_empty(1, *packed_out.shape[1:3])
     for number in range(room.passes):
         triton_kernels.paged_copies.place(query, cache, batch, room, placed[1], results, number)
-        if copies is not None:
-            triton_kernels.paged_copies.copy(cache, batch, room, placed[1], copies)
-        if problem is not None:
-            call = problem.call_of(*cuda_run.quantize_pages(cache, batch.page_table, placed[1], room.tokens, problem.qk, device))
+        fill()
         table = triton_kernels.varlen.table_of(call, configs.ROWS, device, plan.config.consumers)
         cuda_run.forward(call, device, plan.config, tile_table=table, into=(packed_out, packed_lse))
         if query.dim() == 4:

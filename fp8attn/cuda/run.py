@@ -268,31 +268,33 @@ def quantize_packed(
     return key, value
 
 
-def quantize_pages(
-    cache: PagedTensors, table: torch.Tensor, spans: Spans, tokens: int, qk: ProductType, device: Device
-) -> tuple[Quantized, Quantized]:  # fmt: skip
-    """fp8attn.quantization.quantize_packed with recipe.FUSED_RECIPES[qk] of tokens of a cache in half precision.
+def empty_pages(cache: PagedTensors, packed: Packed, qk: ProductType) -> tuple[Quantized, Quantized]:
+    """Uninitialised results of `quantize_pages`, of so many packed tokens, for recipe.FUSED_RECIPES[qk]."""
+    like = cache.k[:1].transpose(1, 2)[:, :, :1].expand(1, -1, packed.tokens, -1)
+    return empty_packed(like, like, FUSED_RECIPES[qk], packed)
+
+
+def quantize_pages(cache: PagedTensors, table: torch.Tensor, spans: Spans, into: tuple[Quantized, Quantized], device: Device) -> None:
+    """fp8attn.quantization.quantize_packed of tokens of a cache in half precision.
 
     `quantize.unsupported_call` must return None for its pages (P, Hkv, slots, D).
 
     Args:
         table: int32 (B, M), the pages of each row.
         spans: where rows lie in the results, and which of their tokens.
-        tokens: of the results.
+        into: of `empty_pages`.
 
     Raises:
         BuildError: the kernel can't be compiled here.
     """
-    packed, k, v = spans.packed(tokens), cache.k.transpose(1, 2), cache.v.transpose(1, 2)
-    like = k[:1, :, :1].expand(1, -1, tokens, -1)
-    key, value = empty_packed(like, like, FUSED_RECIPES[qk], packed)
+    packed, k, v = into[0].packed, cache.k.transpose(1, 2), cache.v.transpose(1, 2)
+    assert packed is not None
     library = build.load_with(quantize.OF_PAGES, quantize.INSTANCES, device.arch)
     ctas = quantize.ctas_of_packed(k, packed)
     library.operators.quantize_pages.default(
         library.launchers[quantize.OF_PAGES], ctas, quantize.OF_PAGES.stats_bytes(ctas), k, v, [table, spans.k, spans.keys, spans.firsts, spans.ends],
-        *quantize.filled(key, value),
+        *quantize.filled(*into),
     )  # fmt: skip
-    return key, value
 
 
 def measure_part(v: torch.Tensor, into: tuple[torch.Tensor, torch.Tensor], device: Device) -> torch.Tensor:

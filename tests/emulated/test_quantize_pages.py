@@ -21,7 +21,7 @@ from fp8attn.cuda import build, quantize, run
 from fp8attn.device import ARCHITECTURES, device_of
 from fp8attn.paged_copies import Room, Spans
 from fp8attn.quantization import TOKEN_CHUNK, quantize_packed, sequences_of
-from fp8attn.recipe import FUSED_RECIPES, Quantized
+from fp8attn.recipe import Quantized
 from packed_batches import untouched
 from quantizing import assert_same
 
@@ -37,7 +37,9 @@ def quantized(call: Call, room: Room, spans: Spans, library: build.Library | Non
         patch.setattr(run, "empty_packed", untouched)
         if library is not None:
             patch.setattr(build, "load_with", lambda *_: library)
-        return run.quantize_pages(cache, call.batch.page_table, spans, room.tokens, cache.recipe.qk, device)
+        found = run.empty_pages(cache, spans.packed(room.tokens), cache.recipe.qk)
+        run.quantize_pages(cache, call.batch.page_table, spans, found, device)
+    return found
 
 
 def check(call: Call, few: int, library: build.Library | None, number: int = 0) -> None:
@@ -161,7 +163,8 @@ def test_the_binding_tells_it_all(monkeypatch: pytest.MonkeyPatch) -> None:
         call = case.call(torch.device("cpu"))
         room, cache = room_of(call, 0), call.cache
         spans = paged_copies.place(call.q, call.batch, room)
-        found = run.quantize_pages(cache, call.batch.page_table, spans, room.tokens, FUSED_RECIPES[case.qk or "e4m3"].qk, H100)
+        found = run.empty_pages(cache, spans.packed(room.tokens), case.qk or "e4m3")
+        run.quantize_pages(cache, call.batch.page_table, spans, found, H100)
         told = emulation.QuantizeParams()
         ctas = (room.tokens // TOKEN_CHUNK + len(case.lengths)) * case.kv_heads * case.dim // 64
         assert library.recorded_quantize(ctypes.byref(told)) == ctas
