@@ -102,7 +102,7 @@ def flash_attn_varlen_func(
     k_descale: Descale = None,
     v_descale: Descale = None,
     sinks: torch.Tensor | None = None,
-    recipe: Recipe = DEFAULT_RECIPE,
+    recipe: Recipe | None = DEFAULT_RECIPE,
     backend: Backend = "auto",
 ) -> Attention:
     """flash_attn.flash_attn_varlen_func by fp8attn.varlen_sdpa; of keys in pages by fp8attn.paged_sdpa.
@@ -120,7 +120,7 @@ def flash_attn_varlen_func(
         k_descale, v_descale: of caches in e4m3, as of `flash_attn_with_kvcache`. Without `block_table` they must be
             None.
         sinks, recipe, backend: as of fp8attn.varlen_sdpa. With `block_table` `recipe` is that of fp8attn.PagedTensors,
-            and has no effect on caches in e4m3; `backend` is one that fp8attn.paged_sdpa has.
+            or None, and has no effect on caches in e4m3; `backend` is one that fp8attn.paged_sdpa has.
 
     Returns:
         out (Tq, Hq, Dv); with `return_attn_probs` (out, LSE, None).
@@ -145,6 +145,8 @@ def flash_attn_varlen_func(
     for name, descale in (("k_descale", k_descale), ("v_descale", v_descale)):
         if descale is not None:
             raise ValueError(f"{name} is given; without block_table it must be None: k and v are quantized in the call")
+    if recipe is None:
+        raise ValueError("recipe is None; without block_table it must be a fp8attn.Recipe")
     result = varlen_sdpa(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k, seqused_k=seqused_k, is_causal=causal,
         window=_window(window_size), softcap=softcap, sinks=sinks, scale=softmax_scale, recipe=recipe, return_lse=return_attn_probs,

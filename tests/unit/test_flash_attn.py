@@ -86,6 +86,7 @@ def test_they_are_computed_in_fp8() -> None:
         ({"block_table": torch.zeros(1, 1)}, "block_table is torch.float32; it must be torch.int32"),
         ({"block_table": torch.zeros(1, 1).int(), "seqused_k": torch.ones(1).int()}, "cu_seqlens_k and seqused_k are given; with block_table one of"),
         ({"k_descale": 1.0}, "k_descale is given; without block_table it must be None"),
+        ({"recipe": None}, "recipe is None; without block_table it must be a fp8attn.Recipe"),
     ),
 )
 def test_what_is_unsupported_is_named(options: dict[str, Any], message: str) -> None:
@@ -93,7 +94,7 @@ def test_what_is_unsupported_is_named(options: dict[str, Any], message: str) -> 
     starts = [torch.tensor([0, n], dtype=torch.int32) for n in (20, 30)]
     with pytest.raises((TypeError, ValueError), match=message):
         flash_attn_varlen_func(q, k, v, *starts, 20, 30, **options)
-    if not options.keys() & {"block_table", "k_descale"}:
+    if not options.keys() & {"block_table", "k_descale", "recipe"}:
         with pytest.raises(ValueError, match=message):
             flash_attn_func(*(x[None] for x in (q, k, v)), **options)
 
@@ -251,8 +252,9 @@ def test_a_recipe_is_of_caches_in_half_precision(monkeypatch: pytest.MonkeyPatch
         caches, table = (given["k_cache"], given["v_cache"]), given["block_table"]
         flash_attn_with_kvcache(q, **given, cache_seqlens=lengths)
         flash_attn_with_kvcache(q, **given, cache_seqlens=lengths, recipe=None)
-        flash_attn_varlen_func(q[:, 0], *caches, starts, None, 1, 32, block_table=table, seqused_k=lengths, recipe=fp8attn.PRECISE)
-    assert recipes == [Recipe(), None, fp8attn.PRECISE, None, None, None]
+        for recipe in (fp8attn.PRECISE, None):
+            flash_attn_varlen_func(q[:, 0], *caches, starts, None, 1, 32, block_table=table, seqused_k=lengths, recipe=recipe)
+    assert recipes == [Recipe(), None, fp8attn.PRECISE, None, *[None] * 4]
 
 
 def test_e4m3_caches_have_descales() -> None:
