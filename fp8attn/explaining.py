@@ -131,6 +131,8 @@ def explain_paged(query: torch.Tensor, cache: Any, batch: PagedBatch, new: New, 
         few, passes = planned.room.few, planned.room.passes
         done = "copied" if cache.is_fp8 else f"quantized by the cache's recipe, {cache.recipe},"
         because.append(f"rows are {done} as packed sequences{f', in {passes} passes' if passes > 1 else ''}")
+        if paged_tensors_ops.copies_queries(query, cache):
+            because.append("query is copied first: several rows must be contiguous, (B, Hq, S, D) or packed")
         if few:
             because.append(f"rows of at most {few} packed queries are the decode kernel's")
         return Plan("cuda", "hopper", planned.config, "int8 and e4m3" if planned.config.int8 else "e4m3", tuple(because))

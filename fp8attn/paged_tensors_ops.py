@@ -122,6 +122,11 @@ def _varlen_of(query: torch.Tensor, q: torch.Tensor, placed: Placed) -> Varlen:
     return spans.varlen((q.shape[2], room.tokens), batch, (batch.most_queries(query), room.longest))
 
 
+def copies_queries(query: torch.Tensor, cache: PagedTensors) -> bool:
+    """Whether queries that attend to packed sequences are copied first: `_as_packed` doesn't take them as they lie."""
+    return cache.recipe is not None and query.dim() == 4 and query.shape[0] > 1 and not query.is_contiguous()
+
+
 def _attend_to_packed(
     query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: Scoring, device: Device, out_dtype: torch.dtype, plan: Packing
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -142,8 +147,7 @@ def _attend_to_packed(
         call = _call_of(query, placed, copies, codes, how, out_dtype)
         fill = functools.partial(triton_kernels.paged_copies.copy, cache, batch, room, placed[1], copies)
     else:
-        several = query.dim() == 4 and query.shape[0] > 1
-        problem = _problem_of(query.contiguous() if several else query, placed, cache, how, out_dtype)
+        problem = _problem_of(query.contiguous() if copies_queries(query, cache) else query, placed, cache, how, out_dtype)
         quantized = cuda_run.empty_pages(cache, placed[1].packed(room.tokens), problem.qk)
         call = problem.call_of(*quantized)
         fill = functools.partial(cuda_run.quantize_pages, cache, batch.page_table, placed[1], quantized, device)
@@ -192,7 +196,7 @@ def _planned(query: torch.Tensor, cache: PagedTensors, batch: PagedBatch, how: S
         assert not isinstance(planned, PortableConfig)
         reason = general_quantize.unsupported_call(_as_batch(query), None, None, QUERIES, device)
         return planned if isinstance(planned, str) or reason is None else reason
-    if query.dim() == 4 and query.shape[0] > 1:
+    if copies_queries(query, cache):
         query = torch.empty(query.shape, dtype=query.dtype, device=meta)
     problem = _problem_of(query, placed, cache, how, torch.float32)
     reason = (

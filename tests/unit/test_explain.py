@@ -376,6 +376,9 @@ def test_prompts_of_caches_of_other_engines(
     assert any("rows are quantized by the cache's recipe" in said for said in plan.because) == (recipe is not None)
     assert (f"rows of at most {few} packed queries are the decode kernel's" in plan.because) == (few > 0)
     assert (f"in {passes} passes" in " ".join(plan.because)) == (passes > 1)
+    if counts is None:  # stored as (B, S, Hq, D)
+        plan = fp8attn.explain_paged(query.transpose(1, 2).contiguous().transpose(1, 2), cache, batch, backend="cuda")
+        assert any("query is copied first" in said for said in plan.because) == (recipe is not None)
     monkeypatch.setattr(paged_tensors_ops, "device_of", lambda device: H100)
     not_copied = fp8attn.explain_paged(query, cache, batch, backend="cuda")
     assert not_copied.kernel == "decode_tensors" and "it takes one for each two SMs" in not_copied.because[-1]

@@ -58,13 +58,14 @@ def test_opcheck(device: torch.device) -> None:
     opcheck(library_ops.auto_write_to_pages, (q[0, :2, :2], q[1, :2, :2], cache, slots), test_utils=CHECKS[:2])
 
 
-def test_compiled_whole(device: torch.device) -> None:
+@pytest.mark.parametrize("recipe", (None, fp8attn.Recipe()))
+def test_compiled_whole(device: torch.device, recipe: fp8attn.Recipe | None) -> None:
     """fullgraph=True: writing and attending; the same bits as eager."""
     torch._dynamo.reset()
     found = []
     for compiled in (False, True):
         (k, v), batch, q = parts(device)
-        cache = PagedTensors(k, v)
+        cache = PagedTensors(k, v, recipe=recipe)
         slots = torch.tensor([3 * 16 + 2, 1 * 16], device=device)
 
         def attention(q, k, cache=cache, batch=batch, slots=slots):
