@@ -101,6 +101,7 @@ GPU_CASES = (
     LONG, replace(LONG, qk="int8", dtype=torch.float16, page=16), replace(LONG, dim=64, page=48, layout="both in a row"),
     replace(LONG, dim=256, page=256, layout="heads first", window=(-1, 0)), replace(LONG, lengths=(12_000, 1031, 5000), window=(-1, -1)),
     replace(LONG, lengths=(1030,) * 60, kv_heads=1, page=1030),
+    replace(LONG, lengths=(9000, 4000), kv_heads=8, dim=256, window=(-1, -1)),  # more items than CTAs
 )  # fmt: skip
 
 

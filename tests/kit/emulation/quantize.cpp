@@ -21,8 +21,8 @@ bool run(const QuantizeParams& p, int ctas) {
   if constexpr (Instance::config.token_chunks == 1 || Instance::config.packed) {
     constexpr bool packed = Instance::config.packed;
     const int of_heads = packed ? p.sequences * p.heads * slices : ctas / token_chunks;
-    // behind clusters, few CTAs have all items; it takes so many rounds for each
-    const bool few = p.cluster_chunks > 0;
+    // behind clusters, and of a cache in pages, few CTAs have all items; it takes so many rounds for each
+    const bool few = p.cluster_chunks > 0 || Instance::config.paged;
     const auto grid = [&](int items) { return few ? std::min(items, 5) : items; };
     const auto rounds = [&](int items) { return few ? 100 * (items / 5 + 1) : 100; };
     const int writers = ctas / slices * writers_of(slices), of_measure = ctas + (p.step == QuantizeStep::all) * of_heads;
