@@ -12,7 +12,8 @@ and nothing is in half precision but caches that are so as a whole.
 - Caches in half precision are multiplied as they are, and P of a block, relative to its largest score, is rounded to
   their dtype.
 
-So a query's codes of P don't depend on later tokens, on other queries, or on how keys are split over programs.
+So a query's codes of P don't depend on later tokens, on other queries, or on how keys are split over programs. Rows
+with many queries may be attended to as packed sequences, by other rules: see paged_copies.
 """
 
 from __future__ import annotations
