@@ -105,9 +105,9 @@ class Spans:
 
     @classmethod
     def empty(cls, rows: int, device: torch.device) -> Spans:
-        """Uninitialised."""
-        numbers = torch.empty(6, rows + 1, dtype=torch.int32, device=device)
-        return cls(numbers[0], numbers[1, :rows], numbers[2], *numbers[3:, :rows])
+        """Uninitialised. Each begins at a multiple of 16 bytes: Triton compiles other kernels for others."""
+        numbers = torch.empty(6, (rows + 4) // 4 * 4, dtype=torch.int32, device=device)
+        return cls(numbers[0, : rows + 1], numbers[1, :rows], numbers[2, : rows + 1], *numbers[3:, :rows])
 
     def varlen(self, tokens: tuple[int, int], batch: PagedBatch, longest: tuple[int, int]) -> Varlen:
         """The sequences of packed queries and keys, of which there are `tokens`. longest: the most of one."""

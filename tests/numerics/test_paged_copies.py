@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 import torch
@@ -68,6 +68,15 @@ def test_the_kernel_copies_what_the_definition_says(device: torch.device, case: 
     with pytest.MonkeyPatch.context() as patch:
         room = in_passes(patch, call, few) if how % 3 == 0 else room_of(call, few)
     check_copies(call, room, how % room.passes)
+
+
+def test_kernels_are_not_compiled_again_for_other_numbers_of_rows(device: torch.device) -> None:
+    """Their launches are looked up by addresses modulo 16, too."""
+    for rows in range(1, 9):
+        spans = paged_copies.Spans.empty(rows, device)
+        parts = [getattr(spans, field.name) for field in fields(spans)]
+        assert [x.shape[0] - rows for x in parts] == [1, 0, 1, 0, 0, 0]
+        assert not any(x.data_ptr() % 16 for x in parts) and all(x.is_contiguous() for x in parts)
 
 
 def by_oracle(call: Call, exact: bool | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
