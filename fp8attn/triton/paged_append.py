@@ -314,7 +314,7 @@ def page_of_program(cu_seqlens, rows, length, most_pages, kv_heads):
     return row.to(tl.int64), head, page, begin, length
 
 
-@triton.jit(do_not_specialize=["rows", "kv_heads", "length", "most_pages", "table_width", "every_page", "every_sequence", "most"])
+@triton.jit(do_not_specialize=["rows", "kv_heads", "length", "most_pages", "table_stride", "table_width", "every_page", "every_sequence", "most"])
 def append_kernel(
     k, v, k_strides, v_strides, page_table, lengths, counts, sequences, cu_seqlens, k_pages, k_scale, v_pages, v_scale, k_mean, v_mean,
     channel_scale, recent_k, recent_v, tickets, rows, kv_heads, length, most_pages, table_stride, table_width, every_page, every_sequence,

@@ -227,7 +227,19 @@ def store_sums(
 
 
 @triton.jit(
-    do_not_specialize=["rows_of_batch", "q_heads", "kv_heads", "length", "table_width", "every_page", "every_sequence", "left", "splits", "most"]
+    do_not_specialize=[
+        "rows_of_batch",
+        "q_heads",
+        "kv_heads",
+        "length",
+        "table_stride",
+        "table_width",
+        "every_page",
+        "every_sequence",
+        "left",
+        "splits",
+        "most",
+    ]
 )
 def attention_kernel(
     q, k, v, q_strides, k_strides, v_strides, page_table, lengths, counts, sequences, cu_seqlens, k_pages, k_scale, v_pages, v_scale, k_mean,

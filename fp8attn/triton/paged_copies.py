@@ -180,7 +180,7 @@ def place_kernel(
             clear_queries(out, lse, first_row, step, lse_at, seeing + chunk * CLEARED, count, given, chunks * CLEARED, DIM, WIDTH)
 
 
-@triton.jit(do_not_specialize=["rows_of_batch", "kv_heads", "table_width", "every_page", "page", "room", "programs"])
+@triton.jit(do_not_specialize=["rows_of_batch", "kv_heads", "table_stride", "table_width", "every_page", "page", "room", "programs"])
 def copy_kernel(
     k, k_strides, v, v_strides, k_scale, k_scale_strides, v_scale, v_scale_strides, page_table, k_starts, keys, firsts, ends,
     copied_k, copied_k_scale, copied_v, copied_v_scale, rows_of_batch, kv_heads, table_stride, table_width, every_page, page, room, programs,

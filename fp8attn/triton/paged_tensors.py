@@ -194,6 +194,7 @@ def add_block(x, value, v_scale, m, l, acc, C: tl.constexpr):
         "q_heads",
         "kv_heads",
         "length",
+        "table_stride",
         "table_width",
         "every_page",
         "page",

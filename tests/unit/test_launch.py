@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -71,6 +73,20 @@ def test_a_length_compiles_nothing(device: torch.device, monkeypatch: pytest.Mon
         q, k, v = (torch.randn(1, 2, length, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
         triton_quantize.quantize(q, k, v, Recipe(), device_of(device))
     assert compiled == ["fused_small_kernel"]
+
+
+def test_a_page_table_compiles_nothing() -> None:
+    """Batches have page tables of other widths, and so other strides of rows."""
+    found = []
+    for path in sorted(Path(launch.__file__).parent.glob("paged_*.py")):
+        for kernel in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(kernel, ast.FunctionDef) or not kernel.name.endswith("_kernel"):
+                continue
+            for name in {"table_stride", "table_width"} & {x.arg for x in kernel.args.args}:
+                (decorator,) = kernel.decorator_list
+                found.append(kernel.name)
+                assert isinstance(decorator, ast.Call) and name in ast.literal_eval(decorator.keywords[0].value), f"{found[-1]}: {name}"
+    assert len(found) == 10
 
 
 def test_triton_interprets_where_fp8attn_says_so() -> None:
