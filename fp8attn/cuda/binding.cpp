@@ -357,43 +357,43 @@ void quantize_and_attend(int64_t launcher, int64_t rows, int64_t keys, int64_t p
           .ready = writers > 0 ? counter + scratch[0] + scratch[1] : nullptr, .ready_ctas = int(writers), .first_offset = first_offset, .softcap = softcap, .sinks = operands[4]});
 }
 
+// Launches the quantizer of sequences that begin at cu_seqlens in the results, and have `seqused` tokens.
+void launch_packed(int64_t launcher, fp8attn::QuantizeParams& p, int64_t ctas, int64_t stats_bytes, const Tensor& cu_seqlens, const std::optional<Tensor>& seqused) {
+  p.cu_seqlens = cu_seqlens.const_data_ptr<int>();
+  p.seqused = address_of<int>(seqused);
+  p.sequences = cu_seqlens.size(0) - 1;
+  p.units = ctas;
+  const Tensor stats = room_of(stats_bytes, cu_seqlens);
+  p.chunk_stats = stats.mutable_data_ptr();
+  launch(launcher, p, ctas, cu_seqlens.get_device());
+}
+
 // Quantizes packed K and V, (1, H, T, D), each sequence as if it were alone.
 void quantize_packed(int64_t launcher, int64_t ctas, int64_t cluster_chunks, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens, const std::optional<Tensor>& seqused,
                      const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
   fp8attn::QuantizeParams p = params_of_values(v);
   write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
-  p.cu_seqlens = cu_seqlens.const_data_ptr<int>();
-  p.seqused = address_of<int>(seqused);
-  p.sequences = cu_seqlens.size(0) - 1;
-  p.units = ctas;
   p.cluster_chunks = cluster_chunks;
-  const Tensor stats = room_of(stats_bytes, k);
-  p.chunk_stats = stats.mutable_data_ptr();
-  launch(launcher, p, ctas, k.get_device());
+  launch_packed(launcher, p, ctas, stats_bytes, cu_seqlens, seqused);
 }
 
 // Quantizes sequences of a cache in pages. k and v: (pages, H, slots, D). `batch`: the page table, and of each sequence
 // where its results begin, how many tokens are quantized, which is the first, and how many are there.
-void quantize_pages(int64_t launcher, int64_t ctas, int64_t stats_bytes, const Tensor& k, const Tensor& v, const Operands& batch, const Tensor& k_data, const Tensor& k_scale, const Tensor& k_mean,
-                    const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
-  STD_TORCH_CHECK(batch.size() == 5 && batch[0] && batch[1] && batch[2] && batch[3] && batch[4], "quantize_pages takes 5 tensors of a batch");
+void quantize_pages(int64_t launcher, int64_t ctas, int64_t stats_bytes, const Tensor& k, const Tensor& v, const std::vector<Tensor>& batch, const Tensor& k_data, const Tensor& k_scale,
+                    const Tensor& k_mean, const Tensor& v_data, const Tensor& v_scale, const Tensor& v_mean) {
+  STD_TORCH_CHECK(batch.size() == 5, "quantize_pages takes 5 tensors of a batch");
+  const Tensor &table = batch[0], &starts = batch[1], &used = batch[2], &firsts = batch[3], &ends = batch[4];
   fp8attn::QuantizeParams p = params_of_values(v);
   write_to(p, k, k_data, k_scale, k_mean, v_data, v_scale, v_mean);
   p.length = k_data.size(2);
-  p.page_table = batch[0]->const_data_ptr<int>();
-  p.cu_seqlens = batch[1]->const_data_ptr<int>();
-  p.seqused = batch[2]->const_data_ptr<int>();
-  p.firsts = batch[3]->const_data_ptr<int>();
-  p.ends = batch[4]->const_data_ptr<int>();
-  p.sequences = batch[1]->size(0) - 1;
-  p.units = ctas;
-  p.table_stride = batch[0]->stride(0);
+  p.page_table = table.const_data_ptr<int>();
+  p.firsts = firsts.const_data_ptr<int>();
+  p.ends = ends.const_data_ptr<int>();
+  p.table_stride = table.stride(0);
   p.pages = k.size(0);
   p.page = k.size(2);
   p.page_log = (p.page & p.page - 1) == 0 ? __builtin_ctz(p.page) : -1;
-  const Tensor stats = room_of(stats_bytes, k);
-  p.chunk_stats = stats.mutable_data_ptr();
-  launch(launcher, p, ctas, k.get_device());
+  launch_packed(launcher, p, ctas, stats_bytes, starts, used);
 }
 
 // Measures V of a part of a sequence: sums and extremes of its token chunks, and what `write_part` must know of it.
@@ -744,7 +744,7 @@ STABLE_TORCH_LIBRARY(fp8attn_cuda, m) {
       "quantize_packed(int launcher, int ctas, int cluster_chunks, int stats_bytes, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? seqused, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean,"
       " Tensor(d!) v_data, Tensor(e!) v_scale, Tensor(f!) v_mean) -> ()");
   define(
-      "quantize_pages(int launcher, int ctas, int stats_bytes, Tensor k, Tensor v, Tensor?[] batch, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
+      "quantize_pages(int launcher, int ctas, int stats_bytes, Tensor k, Tensor v, Tensor[] batch, Tensor(a!) k_data, Tensor(b!) k_scale, Tensor(c!) k_mean, Tensor(d!) v_data, Tensor(e!) v_scale,"
       " Tensor(f!) v_mean) -> ()");
   define("measure_part(int launcher, int ctas, Tensor v, Tensor(a!) sums, Tensor(b!) extremes, Tensor(c!) chunk_stats) -> ()");
   define(

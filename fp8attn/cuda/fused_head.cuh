@@ -105,7 +105,8 @@ __device__ void measure(const Params& p, FusedHeadStorage<C>& shared, const Mine
     const bool of_keys = i >= token_chunks;
     const int first = of_keys ? 0 : i * TOKEN_CHUNK, count = of_keys ? p.kv_length : min(p.kv_length - first, TOKEN_CHUNK);
     const int64_t stride = of_keys ? p.k_strides[2] : p.v_strides[2];
-    const Measured<T, STEPS> measured((of_keys ? k : v) + first * stride, stride, count, of_keys ? sample_step(p.kv_length) : 1, mine, !of_keys);
+    const int apart = of_keys ? sample_step(p.kv_length) : 1;
+    const Measured<T, STEPS> measured({(of_keys ? k : v) + first * stride, stride, apart, mine}, count, apart, mine, !of_keys);
     measured(shared.measured.warps[mine.part], shared.measured.found[of_keys ? token_chunks : i], *(of_keys ? &shared.measured.of_keys : &shared.nonfinite[i]), mine);
   }
 }

@@ -105,12 +105,12 @@ __device__ void measure_item(const QuantizeParams& p, Located<MomentsStorage, PA
   if constexpr (PAGED) {
     const PagedTokens<T> tokens(p, is_sample ? p.k : p.v, is_sample ? p.k_strides : p.v_strides, coord, is_sample ? 0 : coord.first, apart, (end + apart - 1) / apart, shared.offsets);
     __syncthreads();
-    const Measured<T, STEPS / 2, PagedChunks<T>> measured(tokens, coord.slice * CHANNELS, end, apart, mine, !is_sample);
+    const Measured<T, STEPS / 2, PagedChunks<T>> measured({tokens, coord.slice * CHANNELS, mine}, end, apart, mine, !is_sample);
     measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
   } else {
     __syncthreads();
     const T* from = is_sample ? slice_of<T>(p.k, p.k_strides, coord) : slice_of<T>(p.v, p.v_strides, coord) + coord.first * p.v_strides[2];
-    const Measured<T, STEPS / 2> measured(from, is_sample ? p.k_strides[2] : p.v_strides[2], end, apart, mine, !is_sample);
+    const Measured<T, STEPS / 2> measured({from, is_sample ? p.k_strides[2] : p.v_strides[2], apart, mine}, end, apart, mine, !is_sample);
     measured(shared.warps, shared.token_chunk, shared.nonfinite, mine);
   }
   const int channel = threadIdx.x;

@@ -414,7 +414,7 @@ SYNCS = {
     "the cluster is there": ("  ptx::cluster_wait();", "  "),
     "sums of the sample": ("  __syncthreads();\n  if (thread >= channels) return;", "  if (thread >= channels) return;"),
     "keys that aren't finite, of one token chunk": ("  if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens\n", ""),
-    "the sample of one token chunk": ("coord.length, sample_step(coord.length), mine", "coord.length, 1, mine"),
+    "the sample of one token chunk": ("const int apart = sample_step(coord.length);", "const int apart = 1;"),
     "the sample lay there": ("  __syncthreads();  // `warps` overlaps `sampled`, which has been read\n", ""),
     "moments of all warps": ("  mine.sync();\n  static_assert(WARPS == 8", "  static_assert(WARPS == 8"),
     "what there is to tell": ("  mine.sync();\n}\n\n// Measures V's tile", "}\n\n// Measures V's tile"),
@@ -552,12 +552,7 @@ def test_the_binding_tells_it_all(dtype: torch.dtype) -> None:
     launcher = ctypes.cast(library.record_quantize, ctypes.c_void_p).value
     for ready, stats_bytes in ((None, 0), (torch.zeros(2, 3, dtype=torch.int32), 0), (None, 576 * 24)):
         operators.quantize.default(launcher, 24, sample_size(700), stats_bytes, *tensors, ready)
-        buffer = ctypes.create_string_buffer(ctypes.sizeof(emulation.QuantizeParams))
-        assert library.recorded_quantize(buffer) == 24
-        told = emulation.QuantizeParams.from_buffer_copy(buffer)
-        assert (told.chunk_stats is None) == (stats_bytes == 0)
-        told.chunk_stats = None
-        assert bytes(told) == bytes(emulation.quantize_params(tensors, sample_size(700), ready))
+        emulation.assert_quantizer_told(library, 24, emulation.quantize_params(tensors, sample_size(700), ready), stats_bytes > 0)
     assert value.data.shape == (2, 3, 128, padded_length(700)) and value.data.dtype == E4M3
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from foreign import Call
+from foreign import Call, Case
 from fp8attn import paged_copies
 from fp8attn.paged_copies import Copies, Room, Spans
 from fp8attn.pages import lse_shape, tokens_of
@@ -49,6 +49,18 @@ def nonfinite(call: Call, seed: int) -> Call:
         case of_half:
             (cache.v, cache.k)[of_half - 4][table[row, 0], 3 % cache.page, -1, 5] = (torch.nan, -torch.inf)[seed // 6 % 2]
     return replace(call, batch=replace(call.batch, page_table=table, lengths=lengths))
+
+
+def drawn_call(case: Case, device: torch.device, counts: list[int], how: int) -> tuple[Call, int]:
+    """A call of a case, and the queries of a row up to which it isn't copied. how: whether it is packed, and has what is not finite."""
+    call = replace(case, ragged=case.ragged and how % 2 == 0).call(device)
+    few = 0
+    if how % 2:
+        numbers = (counts * 4)[: len(case.lengths)]
+        call, few = packed(call, numbers, 1 + how % 3, (None, 50, 10)[how % 3]), how % 4
+    if how % 5 == 0:
+        call = replace(call, batch=replace(call.batch, max_length=(128, 300)[how % 2]))
+    return (nonfinite(call, how // 2) if how % 7 < 4 else call), few
 
 
 def room_of(call: Call, few: int) -> Room:

@@ -962,6 +962,16 @@ def _quantize_pages(instances: Sequence[Source], launcher: int, ctas: int, stats
     _run_quantizer(instances, launcher, ctas, quantize_pages_params(ctas, stats, *tensors))
 
 
+def assert_quantizer_told(library: ctypes.CDLL, ctas: int, expected: QuantizeParams, has_stats: bool = True) -> None:
+    """The binding launched the quantizer with these parameters, and allocated `chunk_stats`, or didn't. library: of
+    `binding`."""
+    told = QuantizeParams()
+    assert library.recorded_quantize(ctypes.byref(told)) == ctas
+    assert (told.chunk_stats is not None) == has_stats
+    told.chunk_stats = expected.chunk_stats = None
+    assert bytes(told) == bytes(expected)
+
+
 def _measure_part(instances: Sequence[Source], launcher: int, ctas: int, *tensors: torch.Tensor) -> None:
     """binding.cpp's measure_part."""
     for x in tensors[1:]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import fp8attn
 from closeness import E4M3_STEP, assert_matches_pipeline, relative
-from copying import check_copies, in_passes, ints, nonfinite, packed, room_of
+from copying import check_copies, drawn_call, in_passes, ints, nonfinite, packed, room_of
 from foreign import E4M3, Call, Case
 from fp8attn import PagedBatch, eager, ops, paged_copies, paged_tensors, paged_tensors_ops, reference
 from fp8attn.cuda.configs import KEYS
@@ -41,18 +41,6 @@ any_cases = st.builds(
     seed=st.integers(0, 2**31),
     qk=st.sampled_from(("e4m3", "int8")),
 )
-
-
-def drawn_call(case: Case, device: torch.device, counts: list[int], how: int) -> tuple[Call, int]:
-    """A call of a case, and the queries of a row up to which it isn't copied. how: whether it is packed, and has what is not finite."""
-    call = replace(case, ragged=case.ragged and how % 2 == 0).call(device)
-    few = 0
-    if how % 2:
-        numbers = (counts * 4)[: len(case.lengths)]
-        call, few = packed(call, numbers, 1 + how % 3, (None, 50, 10)[how % 3]), how % 4
-    if how % 5 == 0:
-        call = replace(call, batch=replace(call.batch, max_length=(128, 300)[how % 2]))
-    return (nonfinite(call, how // 2) if how % 7 < 4 else call), few
 
 
 drawn_counts = st.lists(st.sampled_from((0, 1, 3, 40)), min_size=2, max_size=4)

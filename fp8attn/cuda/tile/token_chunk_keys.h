@@ -46,7 +46,8 @@ struct Sample {
 template <QuantizeConfig C, typename T>
 __device__ void measure_slice_of_keys(const QuantizeParams& p, QuantizeStorage<C>& shared, const ClusterCoord& coord, const T* k, const Mine& mine) {
   const int thread = threadIdx.x;
-  const Measured<T, SAMPLE / LANES> measured(k, p.k_strides[2], coord.length, sample_step(coord.length), mine, false);
+  const int apart = sample_step(coord.length);
+  const Measured<T, SAMPLE / LANES> measured({k, p.k_strides[2], apart, mine}, coord.length, apart, mine, false);
   measured(shared.values.warps, shared.own.token_chunk, shared.own.nonfinite, mine);
   if (thread < CHANNELS) shared.own.key_mean[thread] = key_mean_of(shared.own.token_chunk.sum[thread], coord.inverse_sample(p));
   if (thread < BLOCKS) shared.own.nonfinite[thread] = {};  // it is of V's tokens

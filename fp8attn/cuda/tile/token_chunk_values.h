@@ -193,26 +193,26 @@ __device__ void measure_values(QuantizeStorage<C>& shared, const ClusterCoord& c
   join_moments<T>(shared.values.warps, shared.own.token_chunk, found, mine);
 }
 
-// What a thread measures of a slice: one chunk of tokens that lie some tokens apart.
+// What a thread measures of a slice: one chunk of the tokens of its lane, `apart` from one another.
 template <typename T>
 struct StridedChunks {
   const T* from;
   int64_t step;
 
-  // `first_token`: at the slice's first channel. first, lanes: the thread's first token, and how far the others are
-  // apart.
-  __device__ StridedChunks(const T* first_token, int64_t stride, int first, int lanes, const Mine& mine) : from(first_token + first * stride + mine.chunk * 8), step(lanes * stride) {}
+  // `first_token`: the first one, at the slice's first channel.
+  __device__ StridedChunks(const T* first_token, int64_t stride, int apart, const Mine& mine)
+      : from(first_token + mine.lane * apart * stride + mine.chunk * 8), step(LANES * apart * stride) {}
 
   __device__ uint4 operator()(int i) const { return *reinterpret_cast<const uint4*>(from + i * step); }
 };
 
-// The same of tokens in pages. `channel`: the slice's first one.
+// The same of tokens in pages, which are `apart` already. `channel`: the slice's first one.
 template <typename T>
 struct PagedChunks {
   const PagedTokens<T>& tokens;
   int lane, channel;
 
-  __device__ PagedChunks(const PagedTokens<T>& tokens, int channel, int, int, const Mine& mine) : tokens(tokens), lane(mine.lane), channel(channel + mine.chunk * 8) {}
+  __device__ PagedChunks(const PagedTokens<T>& tokens, int channel, const Mine& mine) : tokens(tokens), lane(mine.lane), channel(channel + mine.chunk * 8) {}
 
   __device__ uint4 operator()(int i) const { return *static_cast<const uint4*>(tokens.chunk(i * LANES + lane, channel)); }
 };
@@ -224,10 +224,9 @@ struct Measured {
   int count;       // of STEPS tokens, the others don't exist
   bool of_values;  // whether anybody asks for extremes
 
-  // tokens, of: the first arguments of Chunks. One of `apart` tokens before the `end`-th counts.
-  template <typename Tokens, typename Of>
-  __device__ Measured(const Tokens& tokens, Of of, int end, int apart, const Mine& mine, bool of_values)
-      : at(tokens, of, mine.lane * apart, LANES * apart, mine), count((end - mine.lane * apart + LANES * apart - 1) / (LANES * apart)), of_values(of_values) {}
+  // One of `apart` tokens before the `end`-th counts.
+  __device__ Measured(const Chunks& at, int end, int apart, const Mine& mine, bool of_values)
+      : at(at), count((end - mine.lane * apart + LANES * apart - 1) / (LANES * apart)), of_values(of_values) {}
 
   // Measures a slice. Non-finite tokens go to `nonfinite`.
   __device__ void operator()(Moments (&warps)[WARPS], Moments& token_chunk, uint4 (&nonfinite)[BLOCKS], const Mine& mine) const {
